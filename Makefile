@@ -1,0 +1,67 @@
+# make train   set up, then train a small GPT on 4 ranks: 2 tensor-parallel x 2 pipeline    (ARGS="--train.steps 50" for more flags)
+# make test    set up, then run the tests                                                   (ARGS="-k layers")
+# make check   set up, then check format, lint and types
+# make bench   set up, then run the benchmarks
+# make clean   remove the virtual environment and what tools left behind; runs/ stays
+#
+# The set-up makes .venv with PYTHON. A torch >= 2.10 that PYTHON can import (a CUDA build, say) is used as it is; else the torch
+# of constraints.txt is installed (TORCH_ARGS="--index-url URL" picks another source of wheels).
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.stamp
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# One thread a rank unless the caller knows better: ranks share the cores.
+export OMP_NUM_THREADS ?= 1
+
+HAS_PYTHON := import sys; sys.exit(sys.version_info < (3, 11))
+HAS_TORCH  := import re, sys, torch; sys.exit(tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 10))
+TORCH_HOME := import pathlib, torch; print(pathlib.Path(torch.__file__).resolve().parents[1])
+SITE       := import sysconfig; print(sysconfig.get_path("purelib"))
+TORCHRUN   := import sys; from torch.distributed.run import main; sys.exit(main())
+
+.PHONY: train test check bench clean setup
+
+train: $(STAMP)
+	$(BIN)/torchrun --standalone --nproc-per-node 4 pretrain/gpt.py --preset tiny --parallel.tp 2 --parallel.pp 2 $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c '$(HAS_PYTHON)' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11"; exit 1; }
+	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; then $(MAKE) --no-print-directory .venv-with-torch; else $(MAKE) --no-print-directory .venv-of-its-own; fi
+	$(PIP) -c $(VENV)/constraints.txt -e '.[dev]'
+	@touch $@
+
+# The .pth line makes the torch visible also where PYTHON is itself in a virtual environment; torchrun must run this venv's python.
+.PHONY: .venv-with-torch
+.venv-with-torch:
+	$(PYTHON) -m venv --system-site-packages $(VENV)
+	@$(PYTHON) -c '$(TORCH_HOME)' > "$$($(BIN)/python -c '$(SITE)')/torch-already-there.pth"
+	@printf '#!%s\n%s\n' "$(abspath $(BIN))/python" '$(TORCHRUN)' > $(BIN)/torchrun && chmod +x $(BIN)/torchrun
+	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	@$(BIN)/python -c 'import torch; print("using the torch that is there:", torch.__version__, torch.__file__)'
+
+# torch by its exact version first: left to a range, pip takes the newest, with gigabytes of CUDA libraries.
+.PHONY: .venv-of-its-own
+.venv-of-its-own:
+	$(PYTHON) -m venv $(VENV)
+	@cp constraints.txt $(VENV)/constraints.txt
+	$(PIP) $(TORCH_ARGS) "$$(grep '^torch==' constraints.txt)"
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

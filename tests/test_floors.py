@@ -1,0 +1,229 @@
+"""The house holds: imports go down only, without cycles; torch.distributed has two homes; files and functions stay short.
+
+Imports are read from the source, so lazy ones and those under TYPE_CHECKING count too.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Floor of a module: that of the longest name here which is the module's own or a parent's.
+FLOORS = {
+    "threed.config": 0,
+    "threed.arguments": 0,
+    "threed.checks": 0,
+    "threed.schedules": 0,
+    "threed.planner": 0,
+    "threed.topology": 1,
+    "threed.sharding": 1,
+    "threed.collectives": 1,
+    "threed.rng": 1,
+    "threed.memory": 1,
+    "threed.ops": 1,
+    "threed.layers": 2,
+    "threed.models": 3,
+    "threed.pipeline": 4,
+    "threed.zero": 4,
+    "threed.precision": 4,
+    "threed.checkpoint": 5,
+    "threed.data": 5,
+    "threed.monitor": 5,
+    "threed.engine": 6,
+    "threed.trainer": 6,
+    "threed.cli": 6,
+    "threed.exact": 6,
+    "threed.initialize": 6,
+    "threed.__main__": 7,
+    "pretrain": 8,
+}
+TOP = 7  # `threed` itself, which gathers the exports
+DISTRIBUTED = ("threed.topology", "threed.collectives")
+GROUND_LIBRARIES = {*sys.stdlib_module_names, "pydantic", "pydantic_core", "threed"}  # all that floor 0 may import
+FILE_LINES, FUNCTION_LINES = 400, 80
+
+
+def find_violations(root: Path) -> list[str]:
+    """Every breach in `threed/` and `pretrain/` under `root`, as `module: what`."""
+    sources = {
+        _module_name(root, path): path for folder in ("threed", "pretrain") for path in (root / folder).rglob("*.py")
+    }
+    graph: dict[str, set[str]] = {}
+    problems: list[str] = []
+    for module, path in sorted(sources.items()):
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        imported = set(_imports(tree, package))
+        graph[module] = {_home(name, sources) for name in imported if name.split(".")[0] in ("threed", "pretrain")}
+        problems += _check_floor(module, graph[module], imported)
+        problems += _check_distributed(module, tree, imported)
+        problems += _check_sizes(module, tree, len(text.splitlines()))
+    return [*problems, *_check_cycles(graph)]
+
+
+def _module_name(root: Path, path: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(tree: ast.Module, package: str) -> Iterator[str]:
+    """Absolute dotted names; of `from a import b` the name `a.b`, for `b` may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "importlib.import_module",
+            "import_module",
+            "__import__",
+        ):
+            yield from (
+                arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            )
+
+
+def _home(name: str, sources: dict[str, Path]) -> str:
+    """The module that defines `name`: the name itself, or the nearest parent that is a file."""
+    while name not in sources and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _floor(module: str) -> int | None:
+    if module == "threed":
+        return TOP
+    name = module
+    while name not in FLOORS and "." in name:
+        name = name.rpartition(".")[0]
+    return FLOORS.get(name)
+
+
+def _check_floor(module: str, targets: set[str], imported: set[str]) -> Iterator[str]:
+    own = _floor(module)
+    if own is None:
+        yield f"{module}: has no floor; add it to FLOORS"
+        return
+    for target in sorted(targets):
+        floor = _floor(target)
+        if floor is not None and floor > own:
+            yield f"{module}: imports upward, from floor {own} to {target} on floor {floor}"
+    if own == 0:
+        for name in sorted(imported):
+            if name.split(".")[0] not in GROUND_LIBRARIES:
+                yield f"{module}: floor 0 imports {name}; only the standard library and pydantic may stand there"
+
+
+def _check_distributed(module: str, tree: ast.Module, imported: set[str]) -> Iterator[str]:
+    if module in DISTRIBUTED:
+        return
+    named = any(name == "torch.distributed" or name.startswith("torch.distributed.") for name in imported)
+    used = any(isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed" for node in ast.walk(tree))
+    if named or used:
+        yield f"{module}: torch.distributed belongs to {' and '.join(DISTRIBUTED)}"
+
+
+def _check_sizes(module: str, tree: ast.Module, lines: int) -> Iterator[str]:
+    if lines > FILE_LINES:
+        yield f"{module}: {lines} lines, more than {FILE_LINES}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            length = node.end_lineno - node.lineno + 1
+            if length > FUNCTION_LINES:
+                yield f"{module}: {node.name} has {length} lines, more than {FUNCTION_LINES}"
+
+
+def _check_cycles(graph: dict[str, set[str]]) -> Iterator[str]:
+    try:
+        graphlib.TopologicalSorter({module: targets - {module} for module, targets in graph.items()}).prepare()
+    except graphlib.CycleError as error:
+        yield f"import cycle: {' <- '.join(error.args[1])}"
+
+
+def test_the_house_holds() -> None:
+    assert find_violations(ROOT) == []
+
+
+PLANTED = {
+    "upward import": ("threed/config.py", "from threed.engine import Engine", "threed.config: imports upward"),
+    "upward, lazily": ("threed/rng.py", "def f():\n    import threed.layers.norm", "threed.rng: imports upward"),
+    "upward, for types": (
+        "threed/layers/norm.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from threed.models import gpt",
+        "threed.layers.norm: imports upward",
+    ),
+    "upward, relative": (
+        "threed/layers/norm.py",
+        "from ..zero.layout import Unit",
+        "threed.layers.norm: imports upward",
+    ),
+    "upward, to the exports": ("threed/engine.py", "import threed", "threed.engine: imports upward"),
+    "upward, by name": (
+        "threed/engine.py",
+        "import importlib\nimportlib.import_module('pretrain.gpt')",
+        "threed.engine: imports upward",
+    ),
+    "torch on the ground": ("threed/schedules/draw.py", "import torch", "threed.schedules.draw: floor 0 imports torch"),
+    "distributed": ("threed/engine.py", "import torch.distributed as dist", "threed.engine: torch.distributed belongs"),
+    "distributed, from": (
+        "threed/engine.py",
+        "from torch import distributed",
+        "threed.engine: torch.distributed belongs",
+    ),
+    "distributed, used": ("threed/engine.py", "import torch\ntorch.distributed.barrier()", "torch.distributed belongs"),
+    "no floor": ("threed/attic.py", "", "threed.attic: has no floor"),
+    "long file": ("threed/rng.py", "x = 1\n" * 401, "threed.rng: 401 lines"),
+    "long function": ("threed/rng.py", "def f():\n" + "    x = 1\n" * 80, "threed.rng: f has 81 lines"),
+}
+
+
+@pytest.mark.parametrize(("path", "text", "problem"), PLANTED.values(), ids=PLANTED.keys())
+def test_the_check_bites(tmp_path: Path, path: str, text: str, problem: str) -> None:
+    for name in (
+        "engine",
+        "rng",
+        "layers/norm",
+        "layers/__init__",
+        "models/gpt",
+        "models/__init__",
+        "zero/layout",
+        "__init__",
+    ):
+        _write(tmp_path / f"threed/{name}.py", "import math\n")
+    _write(tmp_path / "pretrain/gpt.py", "from threed import engine\n")
+    assert find_violations(tmp_path) == []
+    _write(tmp_path / path, text)
+    found = find_violations(tmp_path)
+    assert len(found) == 1
+    assert problem in found[0]
+
+
+def test_a_cycle_is_found(tmp_path: Path) -> None:
+    _write(tmp_path / "threed/zero/layout.py", "from threed.zero.norm import norm")
+    _write(tmp_path / "threed/zero/norm.py", "def norm():\n    from . import layout")
+    (found,) = find_violations(tmp_path)
+    assert found.startswith("import cycle: ")
+    assert "threed.zero.layout" in found
+    assert "threed.zero.norm" in found
+
+
+def test_a_package_may_gather_its_modules(tmp_path: Path) -> None:
+    _write(tmp_path / "threed/zero/__init__.py", "from threed.zero.layout import Layout")
+    _write(tmp_path / "threed/zero/layout.py", "from threed.zero import norm")
+    _write(tmp_path / "threed/zero/norm.py", "import math")
+    assert find_violations(tmp_path) == []
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")

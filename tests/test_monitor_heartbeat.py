@@ -1,0 +1,96 @@
+"""Heartbeats: what is read back, who is named, what a beat costs, readers against a writer at full speed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from threed.monitor.heartbeat import RECORD_BYTES, Heartbeat, read_all, slowest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_beats_are_read_back_in_rank_order(tmp_path: Path) -> None:
+    before = time.time()
+    hearts = {rank: Heartbeat(tmp_path / "heartbeat", rank) for rank in (10, 2, 0)}
+    hearts[2].beat(41, "recv_forward")
+    hearts[2].beat(5, "x")  # a shorter record leaves nothing of the longer one
+    beats = read_all(tmp_path / "heartbeat")
+    assert [(b["rank"], b["step"], b["phase"]) for b in beats] == [(0, 0, "start"), (2, 5, "x"), (10, 0, "start")]
+    assert all(before <= beat["time"] <= time.time() and beat["pid"] == os.getpid() for beat in beats)
+    assert all(path.stat().st_size == RECORD_BYTES for path in (tmp_path / "heartbeat").iterdir())
+
+
+def test_slowest_is_the_lowest_step_then_the_oldest_beat(tmp_path: Path) -> None:
+    hearts = [Heartbeat(tmp_path, rank) for rank in range(4)]
+    for rank in (3, 0, 1, 2):  # rank 3 beats first and then stays silent
+        hearts[rank].beat(41, "recv_forward")
+    at = read_all(tmp_path)[3]["time"]
+    assert slowest(tmp_path, now=at + 12.34) == "rank 3 last seen step 41, phase recv_forward, 12.3 s ago"
+    hearts[1].beat(40, "optimizer")
+    assert slowest(tmp_path).startswith("rank 1 last seen step 40, phase optimizer, 0.0 s ago")
+
+
+def test_ranks_that_never_beat_and_files_of_a_larger_run(tmp_path: Path) -> None:
+    assert slowest(tmp_path / "none") == f"no heartbeat in {tmp_path / 'none'}"
+    for rank in (0, 1, 7):
+        Heartbeat(tmp_path, rank).beat(9 - rank, "forward")
+    assert slowest(tmp_path).startswith("rank 7 last seen step 2")
+    assert slowest(tmp_path, world_size=2).startswith("rank 1 last seen step 8")
+    assert slowest(tmp_path, world_size=4) == f"never seen: rank 2, 3 (no heartbeat in {tmp_path})"
+
+
+def test_a_restarted_rank_takes_its_file_over(tmp_path: Path) -> None:
+    heart = Heartbeat(tmp_path, 0)
+    heart.beat(41, "backward")
+    heart.close()
+    heart.close()
+    Heartbeat(tmp_path, 0)
+    assert [(beat["step"], beat["phase"]) for beat in read_all(tmp_path)] == [(0, "start")]
+
+
+def test_damaged_files_and_long_names(tmp_path: Path) -> None:
+    Heartbeat(tmp_path, 0).beat(3, "p" * 100)
+    (tmp_path / "rank-1.json").write_text('{"rank": 1, "st')
+    (tmp_path / "rank-2.json").write_text("[]")
+    assert [beat["rank"] for beat in read_all(tmp_path)] == [0]
+    with pytest.raises(ValueError, match="at most 100"):
+        Heartbeat(tmp_path, 3).beat(1, "p" * 300)
+
+
+def test_a_beat_costs_less_than_fifty_microseconds(tmp_path: Path) -> None:
+    heart = Heartbeat(tmp_path, 0)
+    costs = []
+    for step in range(2000):
+        start = time.perf_counter()
+        heart.beat(step, "recv_forward")
+        costs.append(time.perf_counter() - start)
+    assert sorted(costs)[1000] < 50e-6  # the median: a busy machine may delay single ones
+
+
+def test_a_reader_never_sees_half_a_record(tmp_path: Path) -> None:
+    program = f"""
+from threed.monitor.heartbeat import Heartbeat
+heart, step = Heartbeat({str(tmp_path)!r}, 0), 0
+while True:
+    step += 1
+    heart.beat(step, "x" * (step % 90))
+"""
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as writer:
+        try:
+            deadline = time.monotonic() + 10
+            while not read_all(tmp_path) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            seen = [read_all(tmp_path) for _ in range(3000)]
+        finally:
+            writer.kill()
+    whole = [beat for (beat,) in seen if beat["step"]]
+    assert all(beat["phase"] == "x" * (beat["step"] % 90) for beat in whole)
+    steps = [beat["step"] for (beat,) in seen]
+    assert steps == sorted(steps)
+    assert steps[-1] > steps[0]

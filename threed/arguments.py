@@ -1,0 +1,368 @@
+"""The command line and TOML files: read into a `Config`, explained by `--help`, written back.
+
+    config, options = load(sys.argv[1:], presets=Path("pretrain/presets"))
+    config, options = load_checked(...)          # the same, with the combinations of `threed.checks` in one report
+
+Layers, later ones win: the program's defaults, the preset or TOML file, the flags. Phases: split the tokens, note every
+value with where it was said, let pydantic judge them all, put its verdict in words.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import shutil
+import textwrap
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from threed.checks import find_problems
+from threed.config import Config, ConfigError, Takes, key_name, python_name
+
+GROUPS: Mapping[str, type[BaseModel]] = {
+    name: info.annotation for name, info in Config.model_fields.items() if isinstance(info.annotation, type)
+}
+_WORDS = ("preset", "config", "world-size")
+_SWITCHES = ("dry-run", "help")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks of the program rather than of the run."""
+
+    dry_run: bool = False
+    world_size: int | None = None
+    help: bool = False
+    source: Path | None = None  # the preset or TOML file that was read
+
+
+@dataclass
+class _Draft:
+    """A configuration in the making: values by (group, field), where each was said, and what is wrong so far.
+
+    `suspects` are the flags that are wrong, or that a misspelt one may have meant: checks that look at them would only
+    add noise. `complete` is false where a whole layer could not be read.
+    """
+
+    values: dict[tuple[str, str], Any] = field(default_factory=dict)
+    sources: dict[tuple[str, str], str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    suspects: set[str] = field(default_factory=set)
+    complete: bool = True
+
+    def say(self, group: str, key: str, value: Any, source: str = "") -> None:
+        place = (python_name(group), python_name(key))
+        self.values[place], self.sources[place] = value, source
+
+
+def load(
+    argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]] | None = None, presets: Path
+) -> tuple[Config, Options]:
+    """Read the command line; raises ConfigError with every problem of every key at once.
+
+    `defaults` are the program's own, {group: {key: value}}; `presets` is the folder of the named TOML files.
+    With `--help` nothing but the defaults is read, and `Options.help` is set.
+    """
+    config, options, draft = _read(argv, defaults or {}, presets)
+    if draft.problems:
+        raise ConfigError(list(dict.fromkeys(draft.problems)))
+    return config, options
+
+
+def load_checked(
+    argv: list[str],
+    *,
+    defaults: Mapping[str, Mapping[str, Any]] | None = None,
+    presets: Path,
+    world_size: int,
+    local_world: int | None = None,
+) -> tuple[Config, Options]:
+    """`load`, then `find_problems` in a world of `--world-size` (else `world_size`) ranks: one ConfigError with all."""
+    config, options, draft = _read(argv, defaults or {}, presets)
+    if options.help:
+        return config, options
+    asked = options.world_size
+    found = find_problems(config, asked or world_size, None if asked else local_world) if draft.complete else []
+    problems = draft.problems + [text for text in found if not any(_mentions(text, flag) for flag in draft.suspects)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return config, options
+
+
+def format_problems(problems: list[str]) -> str:
+    """The report to print: a count, then each problem with its fix."""
+    head = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return "\n".join(
+        [f"threed: {head} in the configuration; nothing was started", *(f"  - {text}" for text in problems)]
+    )
+
+
+def to_toml(config: Config) -> str:
+    """All keys as TOML; `load` reads it back to an equal Config."""
+    lines: list[str] = []
+    for group in GROUPS:
+        values = getattr(config, group)
+        lines += [f"[{key_name(group)}]"]
+        lines += [f"{key_name(name)} = {_toml_value(getattr(values, name))}" for name in GROUPS[group].model_fields]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def help_text(config: Config, prog: str, *, presets: Path | None = None, width: int | None = None) -> str:
+    """Every key with its meaning and its value in `config` as the default, in groups, wrapped to `width` columns."""
+    width = width or min(110, shutil.get_terminal_size().columns)
+    usage = f"usage: torchrun --standalone --nproc-per-node N {prog} [--preset NAME | --config FILE.toml] [--dry-run] "
+    usage += "[--world-size N] [--group.key value …]"
+    about = [
+        ("--preset NAME", "start from a preset" + (f": {', '.join(_preset_names(presets))}" if presets else "")),
+        ("--config FILE.toml", "start from a TOML file, such as the config.toml of a run"),
+        ("--dry-run", "check everything, print rank map, bytes and bubble, and end"),
+        ("--world-size N", "ranks to assume in a dry run"),
+    ]
+    blocks = [textwrap.fill(usage, width, subsequent_indent="    "), _help_rows(about, width)]
+    for name, group in GROUPS.items():
+        rows = [_help_row(name, key, info, getattr(config, name)) for key, info in group.model_fields.items()]
+        blocks.append(textwrap.fill(f"{name}: {group.__doc__}", width) + "\n" + _help_rows(rows, width))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _read(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: Path) -> tuple[Config, Options, _Draft]:
+    draft = _Draft()
+    for group, keys in defaults.items():
+        for key, value in keys.items():
+            draft.say(group, key, value, "the program's defaults")
+    if "--help" in argv or "-h" in argv:
+        return _judge(draft), Options(help=True), draft
+    settings, words = _split_tokens(argv, draft)
+    source = _find_file(words, presets, draft.problems)
+    draft.complete = source is not None or not words.keys() & {"preset", "config"}
+    if source is not None:
+        _read_toml(source, draft)
+    for flag, value in settings:
+        group, _, key = flag.partition(".")
+        draft.say(group, key, value)
+    if source is not None:
+        draft.values.setdefault(("run", "name"), source.stem)
+    options = Options("dry-run" in words, _world_size(words, draft.problems), False, source)
+    return _judge(draft), options, draft
+
+
+def _split_tokens(argv: list[str], draft: _Draft) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """Tokens to `--group.key` settings in order, and the options of the program."""
+    settings: list[tuple[str, str]] = []
+    words: dict[str, str] = {}
+    tokens = list(reversed(argv))
+    while tokens:
+        token = tokens.pop()
+        name, equals, value = token.removeprefix("--").partition("=")
+        known = "." in name or name in _WORDS or (name in _SWITCHES and not equals)
+        if not token.startswith("--"):
+            draft.problems.append(f"{token}: not a flag; write --group.key value")
+        elif name in _SWITCHES and not equals:
+            words[name] = "true"
+        elif not equals and (not tokens or tokens[-1].startswith("--")):
+            _describe_bare(name, draft)
+        else:
+            value = value if equals else tokens.pop()
+            if not known:
+                _describe_unknown(name, "", draft)
+            elif name in _WORDS:
+                words[name] = value
+            else:
+                settings.append((name, value))
+    return settings, words
+
+
+def _describe_bare(name: str, draft: _Draft) -> None:
+    group, _, key = name.partition(".")
+    info = GROUPS[group].model_fields.get(python_name(key)) if group in GROUPS else None
+    if info is None and name not in _WORDS:
+        _describe_unknown(name, "", draft)
+        return
+    takes = {"preset": "NAME", "config": "FILE.toml", "world-size": "N"}.get(name) or _takes(info)
+    draft.suspects.add(f"--{name}")
+    draft.problems.append(f"--{name}: its value is missing; write --{name} {takes}")
+
+
+def _find_file(words: dict[str, str], presets: Path, problems: list[str]) -> Path | None:
+    if "preset" in words and "config" in words:
+        problems.append("--preset and --config together: give one, and the differences as flags")
+        return None
+    if "preset" in words:
+        names = _preset_names(presets)
+        if words["preset"] in names:
+            return presets / f"{words['preset']}.toml"
+        problems.append(f"--preset {words['preset']}: no such preset; there are {', '.join(names) or 'none'}")
+    if "config" in words:
+        path = Path(words["config"])
+        if path.is_file():
+            return path
+        problems.append(
+            f"--config {path}: no such file; presets are named with --preset ({', '.join(_preset_names(presets))})"
+        )
+    return None
+
+
+def _preset_names(presets: Path) -> list[str]:
+    return sorted(path.stem for path in presets.glob("*.toml"))
+
+
+def _read_toml(path: Path, draft: _Draft) -> None:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        draft.problems.append(f"{path}: not readable as TOML: {error}; correct it there")
+        draft.complete = False
+        return
+    for group, keys in tables.items():
+        if not isinstance(keys, dict):
+            draft.problems.append(f"{path}: {group} stands outside any group; put it under one, such as [train]")
+            continue
+        for key, value in keys.items():
+            draft.say(group, key, value, str(path))
+
+
+def _world_size(words: dict[str, str], problems: list[str]) -> int | None:
+    text = words.get("world-size")
+    if text is None:
+        return None
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    problems.append(f"--world-size {text}: must be a whole number of at least 1")
+    return None
+
+
+def _judge(draft: _Draft) -> Config:
+    """Validate what was said; put pydantic's errors into words, and give the Config of the rest."""
+    try:
+        return Config.model_validate(_nested(draft.values))
+    except ValidationError as error:
+        for detail in error.errors():
+            _describe(detail, draft)
+    return _judge_rest(draft)
+
+
+def _judge_rest(draft: _Draft) -> Config:
+    wrong = {flag.removeprefix("--") for flag in draft.suspects}
+    values = {place: value for place, value in draft.values.items() if _flag(*place).removeprefix("--") not in wrong}
+    return Config.model_validate(_nested(values))
+
+
+def _nested(values: Mapping[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:
+    tables: dict[str, dict[str, Any]] = {}
+    for (group, name), value in values.items():
+        tables.setdefault(group, {})[name] = value
+    return tables
+
+
+def _describe(detail: ErrorDetails, draft: _Draft) -> None:
+    """Add one of pydantic's errors to the problems, in the words of the command line."""
+    group, *rest = (str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        for place in [place for place in draft.values if place[0] == group and (not rest or place[1] == rest[0])]:
+            _describe_unknown(_flag(*place).removeprefix("--"), draft.sources[place], draft)
+        return
+    place = (group, rest[0])
+    flag, value, source = _flag(*place), draft.values[place], draft.sources[place]
+    draft.suspects.add(flag)
+    given = value if isinstance(value, str) else _toml_value(value)
+    where = f" (in {source})" if source else ""
+    draft.problems.append(f"{flag} {given}{where}: {_reason(detail)}")
+
+
+def _describe_unknown(name: str, source: str, draft: _Draft) -> None:
+    close = _close_flags(name)
+    draft.suspects |= {f"--{name}", *close}
+    hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+    where = f" (in {source})" if source else ""
+    draft.problems.append(f"--{name}{where}: no such {'key' if '.' in name else 'flag'}{hint}; --help lists all")
+
+
+def _reason(detail: ErrorDetails) -> str:
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "literal_error":
+        words = [word.strip("'") for word in context["expected"].replace(" or ", ", ").split(", ")]
+        close = difflib.get_close_matches(str(detail["input"]), words, 1)
+        return f"must be {context['expected'].replace(chr(39), '')}" + (f" (did you mean {close[0]}?)" if close else "")
+    if kind in ("int_parsing", "int_from_float", "int_type"):
+        return "must be a whole number"
+    if kind in ("float_parsing", "float_type"):
+        return "must be a number"
+    if kind == "string_pattern_mismatch":
+        return "must be a plain folder name, without slashes"
+    message = detail["msg"].removeprefix("Value error, ")
+    return message.replace("Input should be", "must be").replace("String should", "must")
+
+
+def _flag(group: str, name: str) -> str:
+    return f"--{key_name(group)}.{key_name(name)}"
+
+
+def _close_flags(name: str) -> list[str]:
+    """Flags that `name` may have meant: the same key in another group, or one that is spelt much alike."""
+    keys = {f"{group}.{key_name(key)}": key_name(key) for group, model in GROUPS.items() for key in model.model_fields}
+    name = name.replace("_", "-")
+    group, _, key = name.rpartition(".")
+    close = [flag for flag, short in keys.items() if short == key] if group not in GROUPS else []
+    close = close or difflib.get_close_matches(name, [*keys, *_WORDS, *_SWITCHES], 1, 0.75)
+    close = close or [flag for flag, short in keys.items() if short in difflib.get_close_matches(key, keys.values(), 1)]
+    return [f"--{flag}" for flag in close[:3]]
+
+
+def _mentions(text: str, flag: str) -> bool:
+    """Whether a problem speaks of this flag; those of `parallel` go by their short names too (`tp 2 × pp 2`)."""
+    words = text.replace(":", " ").replace(",", " ").split()
+    group, _, key = flag.partition(".")
+    return flag in words or (group == "--parallel" and key in words)
+
+
+def _toml_value(value: Any) -> str:
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):  # JSON's escapes are TOML's, but for DEL
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml_value(item) for item in value)}]"
+    return repr(value)
+
+
+def _help_row(group: str, name: str, info: FieldInfo, values: BaseModel) -> tuple[str, str]:
+    value = getattr(values, name)
+    default = _toml_value(value).replace('"', "").replace("[", "").replace("]", "").replace(", ", ",")
+    return f"{_flag(group, name)} {_takes(info)}", f"{info.description} (default {default})"
+
+
+def _help_rows(rows: list[tuple[str, str]], width: int) -> str:
+    """Two columns; a long left side has a line of its own."""
+    column = 34
+    lines: list[str] = []
+    for left, right in rows:
+        wrapped = textwrap.wrap(right, max(20, width - column))
+        if len(left) + 3 > column:
+            lines.append(f"  {left}")
+        else:
+            wrapped[0] = f"  {left}".ljust(column) + wrapped[0]
+        lines += [line if line.startswith("  ") else " " * column + line for line in wrapped]
+    return "\n".join(lines)
+
+
+def _takes(info: FieldInfo | None) -> str:
+    """What stands for a field's value in the help: `N`, `true|false`, `fp32|bf16|…`."""
+    found = [*(info.metadata if info else []), *_parts(info.annotation if info else None)]
+    marks = [part.text for part in found if isinstance(part, Takes)]
+    return marks[0] if marks else "|".join(part for part in found if isinstance(part, str))
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    for part in get_args(annotation):
+        yield part
+        yield from _parts(part)

@@ -1,0 +1,1 @@
+"""Checkpoints: the native format, and conversion to Hugging Face layouts."""

@@ -1,0 +1,250 @@
+"""The native checkpoint: one safetensors file a rank and a manifest that says which box of which tensor lies where.
+
+    step-40/manifest.json            format, configuration, counters, hash of every file, place of every box
+    step-40/rank-00000.safetensors   this rank's boxes of weight, exp_avg and exp_avg_sq
+
+Loads in any topology: a rank reads the parts of saved boxes that meet its own. Nothing is pickled. A checkpoint exists
+once its manifest does: files are written into `step-40.tmp`, flushed, hashes exchanged, the manifest written last, the
+folder renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from threed import collectives
+from threed.checkpoint.files import CheckpointError, check_space, sha256, sync_folder, write_tensors, write_text
+from threed.config import Config
+from threed.sharding import Box, Piece, intersect
+from threed.topology import Topology
+from threed.zero.optimizer import Optimizer
+from threed.zero.records import Record, fill, records
+
+FORMAT = "threed-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+
+
+# ----------------------------------------------------------------------------------------------------------- saving
+
+
+def save(path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any]) -> Path:
+    """Writes the checkpoint folder `path`, whole or not at all. Collective; CheckpointError on every rank alike."""
+    everyone, building = topology.axis("world"), path.with_name(path.name + ".tmp")
+    mine = [record for record in records(optimizer) if record.owned]
+    sizes = collectives.exchange(sum(_nbytes(record.values) for record in mine), everyone)
+    problem = _prepare(building, sum(sizes)) if everyone.index == 0 else None
+    _agree(collectives.exchange(problem, everyone), building, everyone.index)
+    entry = _write_mine(building, everyone.index, mine)
+    entries = collectives.exchange(entry, everyone)
+    _agree([e.get("error") for e in entries], building, everyone.index)
+    problem = None
+    if everyone.index == 0:
+        counters = {"updates": float(optimizer.updates), "skips": float(optimizer.skips)}
+        problem = _publish(building, path, _manifest(config, topology, {**state, **counters}, entries))
+    _agree(collectives.exchange(problem, everyone), building, everyone.index)
+    return path
+
+
+def _nbytes(values: Tensor) -> int:
+    return values.numel() * values.element_size()
+
+
+def _prepare(building: Path, needed: int) -> str | None:
+    try:
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        check_space(building, needed)
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    return None
+
+
+def _write_mine(building: Path, rank: int, mine: list[Record]) -> dict[str, Any]:
+    """Writes this rank's file; what the manifest says of it, or the error."""
+    file = f"rank-{rank:05d}.safetensors"
+    tensors, boxes = {}, []
+    for number, record in enumerate(mine):
+        tensors[str(number)] = record.values
+        boxes.append([record.part, record.piece.name, record.piece.shape, record.box.start, record.box.size])
+    if not mine:
+        return {"boxes": []}
+    try:
+        digest = write_tensors(building / file, tensors)
+        return {"file": file, "sha256": digest, "size": (building / file).stat().st_size, "boxes": boxes}
+    except OSError as error:
+        return {"error": f"rank {rank} could not write {building / file}: {error}"}
+
+
+def _agree(problems: list[str | None], building: Path, rank: int) -> None:
+    """Raises on every rank when any rank failed, and leaves nothing half-written."""
+    found = [problem for problem in problems if problem]
+    if found:
+        if rank == 0:
+            shutil.rmtree(building, ignore_errors=True)
+        raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
+
+
+def _manifest(config: Config, topology: Topology, state: Mapping[str, Any], entries: list[dict[str, Any]]) -> str:
+    return json.dumps({
+        "format": FORMAT,
+        "version": VERSION,
+        "config": config.model_dump(mode="json"),
+        "topology": topology.sizes,
+        "state": state,
+        "files": [entry for entry in entries if "file" in entry],
+    })  # fmt: skip
+
+
+def _publish(building: Path, path: Path, manifest: str) -> str | None:
+    try:
+        write_text(building / MANIFEST, manifest)
+        sync_folder(building)
+        if path.exists():  # the same step saved again: the old one stays until the new one is whole
+            old = path.with_name(path.name + ".old")
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
+            building.rename(path)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            building.rename(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        return f"could not finish {path}: {error}"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint folder, checked: CheckpointError when it is none, or names files it may not."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from None
+    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+        raise CheckpointError(f"{path} is not a version {VERSION} {FORMAT}")
+    for entry in manifest["files"]:
+        file = path / entry["file"]
+        if Path(entry["file"]).name != entry["file"] or file.is_symlink() or not file.is_file():
+            raise CheckpointError(f"{file} is missing, or not a plain file of its folder")
+        if file.stat().st_size != entry["size"]:
+            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, not {entry['size']}: it is damaged")
+    return dict(manifest)
+
+
+def verify(path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1) -> list[str]:
+    """Files whose hash is not what the manifest says; every `of`-th, from `index` on."""
+    return [
+        f"{path / entry['file']} is damaged: its sha256 differs from the manifest's"
+        for entry in manifest["files"][index::of]
+        if sha256(path / entry["file"]) != entry["sha256"]
+    ]
+
+
+class Reader:
+    """Boxes of a checkpoint's tensors, whatever boxes it was saved in."""
+
+    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        self._handles = {e["file"]: safe_open(path / e["file"], framework="pt") for e in manifest["files"]}
+        self._index: dict[tuple[str, str], list[tuple[str, str, list[int], list[int]]]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for entry in manifest["files"]:
+            for number, (part, name, shape, start, size) in enumerate(entry["boxes"]):
+                self._index.setdefault((part, name), []).append((entry["file"], str(number), start, size))
+                self.shapes[name] = tuple(shape)
+
+    def box(self, part: str, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        """The values [*size] of the box at `start`; CheckpointError where some were never saved."""
+        out, found = None, 0
+        for file, key, saved_start, saved_size in self._index.get((part, name), ()):
+            common = intersect(start, size, saved_start, saved_size)
+            if common is None:
+                continue
+            values = self._handles[file].get_slice(key)[_slices(common, saved_start)]
+            out = values.new_empty(size) if out is None else out
+            out[_slices(common, start)] = values
+            found += values.numel()
+        if out is None or found != math.prod(size):
+            raise CheckpointError(f"the checkpoint has {found} of {math.prod(size)} values of {part} of {name}")
+        return out
+
+    def full(self, part: str, name: str) -> Tensor:
+        """A whole tensor."""
+        shape = self.shapes[name]
+        return self.box(part, name, (0,) * len(shape), shape)
+
+
+def _slices(common: tuple[tuple[int, ...], tuple[int, ...]], origin: Any) -> tuple[slice, ...]:
+    return tuple(slice(a - o, a - o + n) for a, n, o in zip(common[0], common[1], origin, strict=True))
+
+
+def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config) -> dict[str, Any]:
+    """Fills the optimizer from a checkpoint of any topology; gives back its counters. Collective.
+
+    Every rank hashes a share of the files; CheckpointError on all of them when one is damaged or another model's.
+    """
+    everyone = topology.axis("world")
+    try:
+        manifest = read_manifest(path)
+        problems = model_differences(manifest, config) or verify(path, manifest, everyone.index, everyone.size)
+    except CheckpointError as error:
+        problems = [str(error)]
+    found = [problem for rank in collectives.exchange(problems, everyone) for problem in rank]
+    if found:
+        raise CheckpointError("; ".join(dict.fromkeys(found)))
+    reader = Reader(path, manifest)
+
+    def source(part: str, piece: Piece, box: Box) -> Tensor:
+        return reader.box(part, piece.name, box.start, box.size)
+
+    fill(optimizer, source)
+    state = dict(manifest["state"])
+    optimizer.updates.fill_(state["updates"])
+    optimizer.skips.fill_(state["skips"])
+    return state
+
+
+def model_differences(manifest: Mapping[str, Any], config: Config) -> list[str]:
+    """What of the model's shape differs between a checkpoint and a configuration, one line each."""
+    saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
+    return [
+        f"the checkpoint's model has {key} = {saved.get(key)}, this run has {value}: resume with the same shape,"
+        " or start anew with --checkpoint.resume none"
+        for key, value in wanted.items()
+        if key != "dropout" and saved.get(key) != value
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------- collecting
+
+
+def collect(optimizer: Optimizer, topology: Topology) -> dict[str, Tensor]:
+    """Global names -> full weights on rank 0 (masters, on the CPU), an empty dict elsewhere. Collective."""
+    everyone = topology.axis("world")
+    mine = [record for record in records(optimizer, ("weight",)) if record.owned]
+    empty = torch.empty(0, dtype=optimizer.states[0].master.dtype, device=topology.device)
+    flat = torch.cat([empty, *(record.values.reshape(-1) for record in mine)])
+    about = [[r.piece.name, r.piece.shape, r.box.start, r.box.size] for r in mine]
+    full: dict[str, Tensor] = {}
+    everything = collectives.exchange(about, everyone)
+    for part, boxes in zip(collectives.gather_to_first(flat, everyone), everything, strict=False):
+        at = 0
+        for name, shape, start, size in boxes:
+            n = math.prod(size)
+            target = full.setdefault(name, part.new_empty(shape))
+            target[tuple(slice(a, a + m) for a, m in zip(start, size, strict=True))] = part[at : at + n].view(size)
+            at += n
+    return full

@@ -1,0 +1,235 @@
+"""Combinations of keys that cannot work, found before anything starts: each problem a line that names its fix.
+
+    problems = find_problems(config, world_size=8)      # [] where all is well
+
+Two phases: `REFUSALS` are features that are not there yet; the functions below look at several keys together. Ranges of
+single keys are not here, they stand with the keys in `threed.config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from threed.config import Config, ConfigError, derive_dp, key_name
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A key of which only some values work so far."""
+
+    group: str
+    field: str
+    works: tuple[object, ...]
+    feature: str
+    refused: tuple[object, ...] = ()  # where what does not work is shorter to list
+
+    def find(self, config: Config) -> str | None:
+        """The problem line if `config` asks for the feature."""
+        value = getattr(getattr(config, self.group), self.field)
+        if value in self.works or (self.refused and value not in self.refused):
+            return None
+        fix = " or ".join(_as_written(works) for works in self.works)
+        flag = f"--{self.group}.{key_name(self.field)}"
+        return f"{flag} {_as_written(value)}: {self.feature} is not there yet; use {flag} {fix}"
+
+
+REFUSALS = (
+    Refusal("parallel", "cp", (1,), "context parallelism"),
+    Refusal("parallel", "ep", (1,), "expert parallelism"),
+    Refusal("parallel", "schedule", ("1f1b", "gpipe"), "this schedule"),
+    Refusal("parallel", "chunks", (None, 1), "more than one model chunk on a rank"),
+    Refusal("parallel", "partition", ("balanced", "uniform"), "partition by measured cost", ("measured",)),
+    Refusal("zero", "stage", (1, 0), "slicing of gradients and parameters (ZeRO-2, ZeRO-3)"),
+    Refusal("zero", "shard_size", ("all",), "sharding within part of the data-parallel ranks"),
+    Refusal("zero", "offload_optimizer", ("none",), "offload of optimizer states"),
+    Refusal("zero", "offload_params", ("none",), "offload of parameters"),
+    Refusal("zero", "nvme_path", (None,), "offload to NVMe"),
+    Refusal("zero", "prefetch", (1,), "prefetch of parameters (it comes with ZeRO-3)"),
+    Refusal("zero", "tile", (1,), "tiling of linear layers"),
+    Refusal("recompute", "mode", ("none",), "recompute of activations"),
+    Refusal("recompute", "every", (1,), "recompute of activations"),
+    Refusal("recompute", "partition", (False,), "partition of saved activations"),
+    Refusal("recompute", "offload", ("none",), "offload of saved activations"),
+    Refusal("recompute", "arena", (False,), "an arena for saved activations"),
+    Refusal("precision", "dtype", ("fp32", "bf16", "fp64"), "this format"),
+    Refusal("precision", "grad_dtype", (None, "fp32", "bf16", "fp64"), "this format for gradients"),
+    Refusal("precision", "loss_scale", ("dynamic",), "loss scaling (it comes with fp16)"),
+    Refusal("optim", "name", ("adamw",), "this optimizer"),
+    Refusal("checkpoint", "async_", (False,), "saving while training goes on"),
+)
+"""Features that are not there yet. Who builds one deletes its line."""
+
+
+def find_problems(
+    config: Config, world_size: int, local_world: int | None = None, tokenizer_vocab: int | None = None
+) -> list[str]:
+    """All problems of this configuration in a world of `world_size` ranks, `local_world` of them on a machine.
+
+    Pass the configuration as loaded, before `threed.config.resolve`; `tokenizer_vocab` where the tokenizer is known.
+    """
+    problems = [problem for refusal in REFUSALS if (problem := refusal.find(config))]
+    problems += _check_world(config, world_size, local_world)
+    for check in (
+        _check_reduce_dtype,
+        _check_heads,
+        _check_arch,
+        _check_layers,
+        _check_sequence,
+        _check_run,
+        _check_export,
+    ):
+        problems += check(config)
+    problems += _check_batch(config, world_size)
+    problems += _check_vocab(config, tokenizer_vocab)
+    return list(dict.fromkeys(problems))
+
+
+def _as_written(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(str(item) for item in value)
+    return "none" if value is None else str(value)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    """At most twelve of them, "1, 2 or 3"."""
+    words = [str(number) for number in numbers]
+    if len(words) > 12:
+        words = [*words[:11], words[-1]]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _around(number: int, step: int) -> str:
+    """The multiples of `step` nearest to `number`."""
+    below = number // step * step
+    return _listed(sorted({below or step, below + step}))
+
+
+def _check_world(config: Config, world_size: int, local_world: int | None) -> Iterator[str]:
+    try:
+        derive_dp(config, world_size)
+    except ConfigError as error:
+        if local_world in (None, world_size):
+            yield f"{error} (torchrun --nproc-per-node)"
+        else:
+            yield f"{error} (torchrun --nnodes × --nproc-per-node, now {local_world} on this machine)"
+
+
+def _check_reduce_dtype(config: Config) -> Iterator[str]:
+    reduce, grad = config.precision.reduce_dtype, config.precision.grad_dtype
+    grad = grad or ("fp64" if config.precision.dtype == "fp64" else "fp32")
+    if reduce not in (None, grad):
+        yield (
+            f"--precision.reduce-dtype {reduce} with gradients in {grad}: a format of its own between ranks "
+            f"is not there yet; use --precision.reduce-dtype {grad}"
+        )
+
+
+def _check_heads(config: Config) -> Iterator[str]:
+    model, tp = config.model, config.parallel.tp
+    kv_heads = model.kv_heads or model.heads
+    fits = [n for n in _divisors(model.heads) if kv_heads % n == 0 or n % kv_heads == 0]
+    if model.heads % kv_heads:
+        usable = _listed(_divisors(model.heads))
+        yield f"--model.kv-heads {kv_heads} does not divide --model.heads {model.heads}: use {usable}"
+    elif model.heads % tp:
+        yield f"--model.heads {model.heads} is not divisible by --parallel.tp {tp}: use tp {_listed(fits)}"
+    elif tp not in fits:
+        yield (
+            f"--model.kv-heads {kv_heads} and --parallel.tp {tp}: one must be a multiple of the other; "
+            f"use tp {_listed(fits)}"
+        )
+    if model.head_dim is None and model.hidden % model.heads:
+        yield (
+            f"--model.hidden {model.hidden} is not divisible by --model.heads {model.heads}: "
+            f"use hidden {_around(model.hidden, model.heads)}, or give --model.head-dim"
+        )
+
+
+def _check_arch(config: Config) -> Iterator[str]:
+    model = config.model
+    head_dim = model.head_dim or model.hidden // model.heads
+    if model.arch == "llama" and head_dim % 2 and (model.head_dim or model.hidden % model.heads == 0):
+        yield f"heads of size {head_dim}: rotary positions turn pairs; use --model.head-dim {head_dim + 1}"
+    if model.arch == "gpt" and model.qk_norm:
+        yield "--model.qk-norm true is for --model.arch llama: use --model.qk-norm false with gpt"
+    if model.arch == "gpt" and model.rope_theta != 10000.0:
+        yield f"--model.rope-theta {model.rope_theta:g} is for --model.arch llama: leave it out with gpt"
+
+
+def _check_layers(config: Config) -> Iterator[str]:
+    layers, pp, counts = config.model.layers, config.parallel.pp, config.parallel.partition
+    if layers < pp:
+        yield f"--model.layers {layers} < --parallel.pp {pp}: a stage needs at least one layer; pp is at most {layers}"
+    if not isinstance(counts, tuple):
+        return
+    given = f"--parallel.partition {_as_written(counts)}"
+    if len(counts) != pp:
+        yield f"{given} is for {len(counts)} stages: give {pp} numbers, one for each of --parallel.pp {pp}"
+    elif sum(counts) != layers + 2:
+        yield f"{given} makes {sum(counts)} layers: {layers + 2} are needed (embedding, {layers} blocks, head)"
+
+
+def _check_sequence(config: Config) -> Iterator[str]:
+    seq, tp = config.model.seq, config.parallel.tp
+    if config.parallel.sequence is not False and seq % tp:
+        yield (
+            f"--model.seq {seq} is not divisible by --parallel.tp {tp}: use {_around(seq, tp)}, "
+            f"or turn sequence parallelism off with --parallel.sequence false"
+        )
+
+
+def _check_batch(config: Config, world_size: int) -> Iterator[str]:
+    try:
+        dp = derive_dp(config, world_size)
+    except ConfigError:  # reported already; a wrong dp would only add noise
+        return
+    batch, micro = config.train.global_batch, config.train.micro_batch
+    if batch % (micro * dp) == 0:
+        return
+    smaller = max((n for n in range(1, micro) if batch % (n * dp) == 0), default=0)
+    other = f", or --train.micro-batch {smaller}" if smaller else ""
+    yield (
+        f"--train.global-batch {batch} is not divisible by --train.micro-batch {micro} × dp {dp} = {micro * dp}: "
+        f"use {_around(batch, micro * dp)}{other}"
+    )
+
+
+def _check_run(config: Config) -> Iterator[str]:
+    train, optim = config.train, config.optim
+    if train.stop_after is not None and train.stop_after > train.steps:
+        yield (
+            f"--train.stop-after {train.stop_after} is past --train.steps {train.steps}: use at most {train.steps}, "
+            f"or --train.steps {train.stop_after}"
+        )
+    if optim.min_lr is not None and optim.min_lr > optim.lr:
+        yield f"--optim.min-lr {optim.min_lr:g} is above --optim.lr {optim.lr:g}: use at most {optim.lr:g}"
+
+
+def _check_export(config: Config) -> Iterator[str]:
+    """What Hugging Face's GPT-2 cannot express."""
+    model = config.model
+    if not config.checkpoint.export_hf or model.arch != "gpt":
+        return
+    wanted = "GPT-2's Hugging Face layout has none of that: drop it, or use --checkpoint.export-hf false"
+    if model.kv_heads not in (None, model.heads):
+        yield f"--model.kv-heads {model.kv_heads} with --model.heads {model.heads}: {wanted}"
+    if model.head_dim is not None and model.head_dim * model.heads != model.hidden:
+        yield f"--model.head-dim {model.head_dim} × heads {model.heads} ≠ hidden {model.hidden}: {wanted}"
+    if model.bias is False:
+        yield f"--model.bias false: {wanted}"
+
+
+def _check_vocab(config: Config, tokenizer_vocab: int | None) -> Iterator[str]:
+    vocab = config.model.vocab
+    if vocab is not None and tokenizer_vocab is not None and vocab < tokenizer_vocab:
+        yield (
+            f"--model.vocab {vocab} is less than the tokenizer's {tokenizer_vocab} tokens ({config.data.tokenizer}): "
+            f"use --model.vocab {tokenizer_vocab}, or leave it out"
+        )

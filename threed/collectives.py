@@ -1,0 +1,310 @@
+"""Communication: the only caller of torch.distributed, and the bytes it moved, per axis.
+
+Three kinds of things:
+  plain        all_reduce, all_gather, reduce_scatter, send, receive ...; asynchronous ones give a `Pending`
+  conjugate    copy_to / reduce_from / gather_from / scatter_to: autograd functions whose backward is the other one's
+               forward (Megatron-LM, arXiv 1909.08053 section 3, and 2205.05198 section 4.2.2 for sequences)
+  housekeeping barrier, exchange, shutdown
+
+Everything takes an `Axis`; an axis of size 1 does nothing. Shards lie along dimension 0, so that gathering is
+concatenation and needs no copy.
+
+On gloo a sum is our own: every rank sends each peer that peer's part in one all-to-all and adds up what it gets in
+rank order. gloo's reduce-scatter is an all-reduce underneath (twice the bytes), and its all-reduce is slower than the
+exchange; ours is deterministic, and the same on every rank. Counted are the bytes that this rank sends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from threed.topology import Axis, Link
+
+# `_single` is the new name of what older versions call `_tensor`.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A result under way: `wait()` gives the tensor, finishing the local part of the work; waiting again is free."""
+
+    def __init__(self, finish: Callable[[], Tensor], *works: dist.Work | None) -> None:
+        self._finish, self._works, self._result = finish, works, None
+
+    def wait(self) -> Tensor:
+        """The result, complete."""
+        if self._result is None:
+            for work in self._works:
+                if work is not None:
+                    work.wait()
+            self._result, self._works = self._finish(), ()
+            del self._finish
+        return self._result
+
+
+def done(tensor: Tensor) -> Pending:
+    """A result that needs no waiting."""
+    return Pending(lambda: tensor)
+
+
+def split(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Where part `index` of `size` begins and ends when it is cut as evenly as can be; parts may differ by one."""
+    return size * index // parts, size * (index + 1) // parts
+
+
+def _gloo(axis: Axis) -> bool:
+    return dist.get_backend(axis.group) == "gloo"
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# ------------------------------------------------------------------------------------------------------------ plain
+
+
+def start_all_gather(shard: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
+    """Begins to concatenate every rank's `shard` [n ...] to [size*n ...]; `shard` may be a part of `out` itself."""
+    if axis.size == 1:
+        return done(shard)
+    shard = shard.contiguous()
+    if out is None:
+        out = shard.new_empty(axis.size * shard.shape[0], *shard.shape[1:])
+    axis.count(_nbytes(shard) * (axis.size - 1))
+    work = _all_gather_single(out, shard, group=axis.group, async_op=True)
+    return Pending(lambda: out, work)
+
+
+def all_gather(shard: Tensor, axis: Axis) -> Tensor:
+    """Every rank's `shard` [n ...], concatenated along dimension 0 to [size*n ...]."""
+    return start_all_gather(shard, axis).wait()
+
+
+def start_reduce_scatter(full: Tensor, axis: Axis) -> Pending:
+    """Begins to sum `full` [size*n ...] over the axis; the result is this rank's part [n ...] of the sum."""
+    if axis.size == 1:
+        return done(full)
+    if full.shape[0] % axis.size:
+        raise ValueError(f"reduce-scatter of {tuple(full.shape)}: dimension 0 is no multiple of {axis.size} ranks")
+    full = full.contiguous()
+    axis.count(_nbytes(full) // axis.size * (axis.size - 1))
+    if not _gloo(axis):
+        out = full.new_empty(full.shape[0] // axis.size, *full.shape[1:])
+        return Pending(lambda: out, _reduce_scatter_single(out, full, group=axis.group, async_op=True))
+    return _exchange_sum(full, axis)
+
+
+def _exchange_sum(full: Tensor, axis: Axis) -> Pending:
+    """Sends each peer its part and adds up my part's versions in rank order; nothing is sent to oneself."""
+    parts = full.view(axis.size, -1)
+    row = parts.shape[1]
+    splits = [0 if r == axis.index else row for r in range(axis.size)]
+    send = _without(parts, axis.index)
+    got = full.new_empty((axis.size - 1) * row)
+    work = dist.all_to_all_single(got, send, splits, splits, group=axis.group, async_op=True)
+
+    def add_up() -> Tensor:
+        versions = list(got.view(axis.size - 1, row).unbind(0))
+        versions.insert(axis.index, parts[axis.index])
+        total = versions[0] + versions[1]
+        for version in versions[2:]:
+            total += version
+        return total.view(full.shape[0] // axis.size, *full.shape[1:])
+
+    return Pending(add_up, work)
+
+
+def _without(parts: Tensor, index: int) -> Tensor:
+    """Rows of `parts` but one, flat; a view when the row is the first or the last (always so with two ranks)."""
+    if index == 0:
+        return parts[1:].reshape(-1)
+    if index == len(parts) - 1:
+        return parts[:-1].reshape(-1)
+    return torch.cat((parts[:index], parts[index + 1 :])).view(-1)
+
+
+def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
+    """This rank's part [n ...] of the sum of `full` [size*n ...] over the axis."""
+    return start_reduce_scatter(full, axis).wait()
+
+
+def start_all_reduce(tensor: Tensor, axis: Axis) -> Pending:
+    """Begins to sum `tensor` over the axis, in rank order; the result may or may not be `tensor` itself."""
+    if axis.size == 1:
+        return done(tensor)
+    tensor = tensor.contiguous()
+    if not _gloo(axis):
+        axis.count(2 * _nbytes(tensor) * (axis.size - 1) // axis.size)
+        return Pending(lambda: tensor, dist.all_reduce(tensor, group=axis.group, async_op=True))
+    if axis.size == 2:  # two ranks simply swap: the same bytes as reduce-scatter and all-gather, in one step
+        return _swap_sum(tensor, axis)
+    return _start_scattered_all_reduce(tensor, axis)
+
+
+def _swap_sum(tensor: Tensor, axis: Axis) -> Pending:
+    other = torch.empty_like(tensor)
+    splits = [0, tensor.numel()] if axis.index == 0 else [tensor.numel(), 0]
+    axis.count(_nbytes(tensor))
+    work = dist.all_to_all_single(other.view(-1), tensor.view(-1), splits, splits, group=axis.group, async_op=True)
+    return Pending(lambda: other.add_(tensor), work)  # a + b == b + a bit for bit: both ranks get the same
+
+
+def _start_scattered_all_reduce(tensor: Tensor, axis: Axis) -> Pending:
+    """Reduce-scatter, then all-gather; padded to a multiple of the ranks."""
+    flat = tensor.view(-1)
+    padding = -flat.numel() % axis.size
+    part = start_reduce_scatter(torch.nn.functional.pad(flat, (0, padding)) if padding else flat, axis)
+    return Pending(lambda: all_gather(part.wait(), axis)[: flat.numel()].view_as(tensor))
+
+
+def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
+    """The sum of `tensor` over the axis, the same on every rank bit for bit."""
+    return start_all_reduce(tensor, axis).wait()
+
+
+def sum_of_scalars(values: Tensor, axis: Axis) -> Tensor:
+    """The sum of a few numbers [k] over the axis, added in rank order; one small message instead of two."""
+    return all_gather(values.unsqueeze(0), axis).sum(0)
+
+
+def broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:
+    """`tensor` of the rank with index `source`, in place."""
+    if axis.size > 1:
+        if axis.index == source:
+            axis.count(_nbytes(tensor) * (axis.size - 1))
+        dist.broadcast(tensor, axis.ranks[source], group=axis.group)
+    return tensor
+
+
+def send(tensor: Tensor, link: Link) -> Pending:
+    """Begins to send `tensor` over the link; it must stay unchanged until waited for."""
+    tensor = tensor.contiguous()
+    link.axis.count(_nbytes(tensor))
+    return Pending(lambda: tensor, dist.isend(tensor, link.peer, group=link.axis.group))
+
+
+def receive(out: Tensor, link: Link) -> Pending:
+    """Begins to receive into `out` [any shape, contiguous]."""
+    return Pending(lambda: out, dist.irecv(out, link.peer, group=link.axis.group))
+
+
+def gather_to_first(flat: Tensor, axis: Axis) -> list[Tensor]:
+    """Every rank's flat tensor [n, its own] on the CPU of the axis's first rank, in order; an empty list elsewhere."""
+    if axis.size == 1:
+        return [flat.cpu()]
+    sizes = exchange(flat.numel(), axis)
+    if axis.index > 0:
+        if flat.numel():
+            dist.send(flat, axis.ranks[0], group=axis.group)
+        return []
+    parts = [flat.cpu()]
+    for rank, size in list(zip(axis.ranks, sizes, strict=True))[1:]:
+        part = flat.new_empty(size)
+        if size:
+            dist.recv(part, rank, group=axis.group)
+        parts.append(part.cpu())
+    return parts
+
+
+# -------------------------------------------------------------------------------------------------------- conjugate
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(dy, ctx.axis), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(dy, ctx.axis), None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return reduce_scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return all_gather(dy, ctx.axis), None
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """f: the identity; its gradient is summed over the axis."""
+    return x if axis.size == 1 else _CopyTo.apply(x, axis)
+
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """g: the sum over the axis; its gradient passes unchanged."""
+    return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
+
+
+def gather_from(x: Tensor, axis: Axis) -> Tensor:
+    """[s/t ...] -> [s ...], concatenated over the axis; its gradient is summed and scattered."""
+    return x if axis.size == 1 else _GatherFrom.apply(x, axis)
+
+
+def scatter_to(x: Tensor, axis: Axis) -> Tensor:
+    """[s ...] -> [s/t ...]: the sum over the axis, each rank keeping its part; its gradient is gathered."""
+    return x if axis.size == 1 else _ScatterTo.apply(x, axis)
+
+
+# ----------------------------------------------------------------------------------------------------- housekeeping
+
+
+def barrier(axis: Axis) -> None:
+    """Waits until every rank of the axis is here."""
+    if axis.size > 1:
+        dist.barrier(group=axis.group)
+
+
+def exchange(value: Any, axis: Axis) -> list[Any]:
+    """Every rank's `value` (anything JSON can say), in rank order; for control, never for bulk data.
+
+    JSON rather than torch's object collectives, which unpickle what the network sends.
+    """
+    if axis.size == 1:
+        return [value]
+    device = torch.device("cuda", torch.cuda.current_device()) if not _gloo(axis) else torch.device("cpu")
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = all_gather(torch.tensor([data.numel()], device=device), axis).tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    rows = all_gather(padded, axis).view(axis.size, -1).cpu()
+    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes, strict=True)]
+
+
+def shutdown() -> None:
+    """Leaves the process group in step with the others: gloo aborts when a peer still works while one exits."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,378 @@
+"""Training configuration: frozen, typed groups of keys, each key with a default, a meaning and a range.
+
+    config = Config(parallel=ParallelConfig(tp=2), train=TrainConfig(steps=100))
+    config = resolve(config, vocab=260, world_size=8)          # everything that is derived, filled in
+
+Three phases, three modules. The groups here are what a user may say; `threed.arguments` reads them from presets, TOML
+files and flags. `threed.checks` finds combinations that cannot work. `resolve` then fills in what is derived.
+
+A key is `--group.key` on the command line and `key` under `[group]` in TOML, with hyphens; in Python the hyphens are
+underscores, and `async` is `async_`. Where a key's default is None, users write the word `none` for it.
+"""
+
+from __future__ import annotations
+
+import keyword
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+ScheduleName = Literal[
+    "1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera", "dualpipe",
+    "dualpipev", "2bw",
+]  # fmt: skip
+DType = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
+SumType = Literal["fp32", "bf16", "fp16", "fp64"]
+Place = Literal["none", "cpu", "nvme"]
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, each problem one line that names its fix."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class Takes:
+    """Rides on a field's type: what `--help` shows in place of the value."""
+
+    text: str
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool):  # Python would read true as 1
+        raise ValueError("must be a number")
+    return value
+
+
+def _boolean(value: object) -> object:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def _word_or(word: str, number: type[int] | type[float]) -> BeforeValidator:
+    """Accept `word`, or a positive number."""
+
+    def validate(value: object) -> object:
+        if value == word:
+            return value
+        try:
+            parsed = number(str(value))
+        except ValueError:
+            parsed = number(0)
+        if not 0 < parsed < float("inf"):
+            raise ValueError(f"must be {word} or a positive {'whole ' if number is int else ''}number")
+        return parsed
+
+    return BeforeValidator(validate)
+
+
+def _partition(value: object) -> object:
+    if value in ("balanced", "uniform", "measured"):
+        return value
+    items = value.split(",") if isinstance(value, str) else value
+    counts = [int(str(i)) if str(i).strip().isdigit() else 0 for i in items] if isinstance(items, list | tuple) else []
+    if not counts or min(counts) < 1:
+        raise ValueError("must be balanced, uniform, measured, or the layers of each stage, such as 3,2,2")
+    return tuple(counts)
+
+
+def _betas(value: object) -> object:
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or len(items) != 2:
+        raise ValueError("must be two numbers, such as 0.9,0.95")
+    return tuple(items)
+
+
+def _steps(value: object) -> object:
+    items = str(value).split(":") if isinstance(value, int | str) else value
+    numbers = [int(str(i)) if str(i).isdigit() else 0 for i in items] if isinstance(items, list | tuple) else []
+    if len(numbers) not in (1, 2) or min(numbers) < 1 or numbers[0] > numbers[-1]:
+        raise ValueError("must be a step or first:last, such as 10:12, counted from 1")
+    return (numbers[0], numbers[-1])
+
+
+Count = Annotated[int, Field(ge=1), BeforeValidator(_number), Takes("N")]
+Natural = Annotated[int, Field(ge=0), BeforeValidator(_number), Takes("N")]
+Positive = Annotated[float, Field(gt=0), BeforeValidator(_number), Takes("X")]
+NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number), Takes("X")]
+Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number), Takes("X")]
+Switch = Annotated[bool, BeforeValidator(_boolean), Takes("true|false")]
+Text = Annotated[str, Field(min_length=1), Takes("TEXT")]
+PathText = Annotated[str, Takes("PATH")]
+Partition = Annotated[
+    Literal["balanced", "uniform", "measured"] | tuple[int, ...],
+    BeforeValidator(_partition),
+    Takes("balanced|uniform|measured|N,N,…"),
+]
+ZeroStage = Annotated[int, Field(ge=0, le=3), BeforeValidator(_number), Takes("0|1|2|3")]
+ShardSize = Annotated[Literal["all"] | int, _word_or("all", int), Takes("all|N")]
+LossScale = Annotated[Literal["dynamic"] | float, _word_or("dynamic", float), Takes("dynamic|X")]
+Betas = Annotated[tuple[Share, Share], BeforeValidator(_betas), Takes("X,X")]
+StepRange = Annotated[tuple[int, int], BeforeValidator(_steps), Takes("N|N:N")]
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_none(cls, data: Any) -> Any:
+        """The word `none` asks for the default of a field whose default is None."""
+        if not isinstance(data, dict):
+            return data
+        optional = {
+            name for name, field in cls.model_fields.items() if not field.is_required() and field.default is None
+        }
+        return {key: None if key in optional and value == "none" else value for key, value in data.items()}
+
+
+class ParallelConfig(_Group):
+    """How the ranks are laid out, and how the pipeline runs."""
+
+    tp: Count = Field(1, description="tensor-parallel ranks: every layer is sliced this many ways")
+    pp: Count = Field(1, description="pipeline ranks: the layers are cut into this many stages")
+    cp: Count = Field(1, description="context-parallel ranks: every sequence is cut into this many parts")
+    ep: Count = Field(1, description="expert-parallel ranks")
+    dp: Count | None = Field(None, description="data-parallel ranks; none: what is left of the world")
+    sequence: Switch | None = Field(
+        None, description="slice norms and dropout over tp along the sequence; none: if tp > 1"
+    )
+    schedule: ScheduleName = Field("1f1b", description="order of forwards and backwards in the pipeline")
+    chunks: Count | None = Field(
+        None, description="model chunks on each pipeline rank; none: the schedule's own number"
+    )
+    partition: Partition = Field(
+        "balanced",
+        description="layers of each stage: equal cost, equal count, measured, or counts (embedding and head count)",
+    )
+
+
+class ZeroConfig(_Group):
+    """What of the model's state each data-parallel rank keeps only a slice of, and where the slices live."""
+
+    stage: ZeroStage = Field(1, description="slice nothing (0), optimizer states (1), gradients (2), parameters (3)")
+    bucket_mib: Positive = Field(64.0, description="MiB of gradients reduced together")
+    shard_size: ShardSize = Field("all", description="data-parallel ranks that share one set of slices")
+    offload_optimizer: Place = Field("none", description="where optimizer states live when not on the device")
+    offload_params: Place = Field("none", description="where parameter slices live when not on the device")
+    nvme_path: PathText | None = Field(None, description="folder on the NVMe drive for what is offloaded to it")
+    prefetch: Count = Field(1, description="units gathered ahead of the one that runs")
+    tile: Count = Field(1, description="tiles a giant linear layer is cut into, gathered one at a time; 1: none")
+
+
+class RecomputeConfig(_Group):
+    """Which activations are computed again in the backward pass, and where what is kept lives."""
+
+    mode: Literal["none", "selective", "full"] = Field(
+        "none", description="compute again: nothing, attention, whole layers"
+    )
+    every: Count = Field(1, description="recompute each n-th layer")
+    partition: Switch = Field(False, description="keep only a slice over tp of each saved input")
+    offload: Place = Field("none", description="where saved inputs live when not on the device")
+    arena: Switch = Field(False, description="keep saved inputs in one buffer allocated at start")
+
+
+class PrecisionConfig(_Group):
+    """Number formats. Master weights and optimizer states are fp32 (fp64 when dtype is fp64)."""
+
+    dtype: DType = Field("fp32", description="format of weights and activations")
+    grad_dtype: SumType | None = Field(
+        None, description="format gradients are kept and summed in; none: fp32, or fp64 with fp64"
+    )
+    reduce_dtype: SumType | None = Field(None, description="format gradients travel in between ranks; none: grad-dtype")
+    loss_scale: LossScale = Field("dynamic", description="factor on the loss under fp16")
+
+
+class ModelConfig(_Group):
+    """The shapes of the transformer."""
+
+    arch: Literal["gpt", "llama"] = Field(
+        "gpt", description="gpt: LayerNorm, GELU, learned positions; llama: RMSNorm, SwiGLU, rotary"
+    )
+    layers: Count = Field(6, description="transformer blocks")
+    hidden: Count = Field(256, description="width of the residual stream")
+    heads: Count = Field(8, description="attention heads")
+    kv_heads: Count | None = Field(None, description="key and value heads; none: as many as heads")
+    head_dim: Count | None = Field(None, description="size of one head; none: hidden / heads")
+    ffn: Count | None = Field(None, description="inner width of the MLP; none: 4 hidden (gpt), 8/3 hidden (llama)")
+    vocab: Count | None = Field(None, description="vocabulary size; none: the tokenizer's")
+    seq: Count = Field(256, description="tokens in a sequence")
+    dropout: Share = Field(0.0, description="dropout rate")
+    tied: Switch | None = Field(
+        None, description="head and embedding share one weight; none: yes for gpt, no for llama"
+    )
+    bias: Switch | None = Field(None, description="biases in linear layers; none: yes for gpt, no for llama")
+    norm_eps: Positive = Field(1e-5, description="added to the variance in norms")
+    rope_theta: Positive = Field(10000.0, description="base of the rotary frequencies (llama)")
+    qk_norm: Switch = Field(False, description="norm queries and keys per head, as Qwen3 does (llama)")
+
+
+class TrainConfig(_Group):
+    """How long and on how much at a time."""
+
+    steps: Count = Field(200, description="optimizer steps; learning-rate schedules end here")
+    stop_after: Count | None = Field(None, description="end after this step already, with the same schedules")
+    global_batch: Count = Field(16, description="sequences in a step, over all ranks")
+    micro_batch: Count = Field(2, description="sequences in one forward pass of one rank")
+    seed: Natural = Field(1234, description="seed of initial weights, data order and dropout")
+    eval_every: Natural = Field(0, description="steps between validations; 0: only at the end")
+    eval_samples: Count = Field(64, description="validation sequences read, rounded up to whole global batches")
+    grad_clip: NonNegative = Field(1.0, description="largest global gradient norm; 0: no clipping")
+    sample_tokens: Natural = Field(200, description="tokens of text generated at the end; 0: none")
+
+
+class OptimConfig(_Group):
+    """The optimizer and its learning rate."""
+
+    name: Text = Field("adamw", description="optimizer")
+    lr: Positive = Field(1e-3, description="peak learning rate")
+    min_lr: NonNegative | None = Field(None, description="learning rate at the end; none: lr / 10")
+    warmup: Natural = Field(20, description="steps from 0 to lr")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="learning rate after the warmup"
+    )
+    betas: Betas = Field((0.9, 0.95), description="decay of the first and second moment")
+    eps: Positive = Field(1e-8, description="added to the root of the second moment")
+    weight_decay: NonNegative = Field(0.1, description="decoupled decay; norms and biases have none")
+
+
+class DataConfig(_Group):
+    """The text and how it becomes tokens."""
+
+    path: PathText | None = Field(
+        None, description=".txt, .jsonl, a folder of them, or Megatron .bin/.idx; none: this Python's library sources"
+    )
+    tokenizer: Text = Field("bytes", description="bytes, or the path of a tokenizer.json")
+    split: Annotated[Share, Field(gt=0)] = Field(0.05, description="share of the data, its end, kept for validation")
+
+
+class CheckpointConfig(_Group):
+    """What is saved and what a run starts from."""
+
+    every: Natural = Field(0, description="steps between checkpoints; 0: only at the end")
+    keep: Count = Field(2, description="newest checkpoints kept")
+    async_: Switch = Field(False, description="write while training goes on")
+    resume: Text = Field(
+        "auto", description="auto: the run's newest good checkpoint if any; none; or a checkpoint's path"
+    )
+    export_hf: Switch = Field(False, description="write a Hugging Face folder at the end")
+
+
+class LogConfig(_Group):
+    """What a run tells about itself."""
+
+    every: Count = Field(10, description="steps between lines in metrics.jsonl and wandb")
+    wandb: Literal["auto", "off", "offline", "online"] = Field(
+        "auto", description="auto: online with a key, else offline"
+    )
+    project: Text = Field("threed", description="wandb project")
+    profile_steps: StepRange | None = Field(None, description="steps to record with torch.profiler")
+
+
+class RunConfig(_Group):
+    """Where a run lives."""
+
+    dir: PathText | None = Field(None, description="run folder; none: runs/<name>")
+    name: Annotated[Text, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")] | None = Field(
+        None, description="name of the run; none: of the preset or TOML file, else of the arch"
+    )
+
+
+class Config(BaseModel):
+    """All keys of a run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    parallel: ParallelConfig = ParallelConfig()
+    zero: ZeroConfig = ZeroConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    run: RunConfig = RunConfig()
+
+
+def python_name(key: str) -> str:
+    """Field of a key as users write it: `bucket-mib` is `bucket_mib`, `async` is `async_`."""
+    name = key.replace("-", "_")
+    return name + "_" if keyword.iskeyword(name) else name
+
+
+def key_name(field: str) -> str:
+    """Key of a field, as users write it; the inverse of `python_name`."""
+    return field.rstrip("_").replace("_", "-")
+
+
+def derive_dp(config: Config, world_size: int) -> int:
+    """Data-parallel ranks of this world. Raises ConfigError where tp x pp x cp x dp is not the world size."""
+    parallel = config.parallel
+    others = parallel.tp * parallel.pp * parallel.cp
+    dp = parallel.dp or max(1, world_size // others)
+    if others * dp == world_size:
+        return dp
+    factors = f"tp {parallel.tp} × pp {parallel.pp}" + (f" × cp {parallel.cp}" if parallel.cp > 1 else "")
+    if parallel.dp is None:
+        sizes = " or ".join(str(n) for n in sorted({others * dp, others * (dp + 1)}))
+        raise ConfigError([f"world size {world_size} is not a multiple of {factors} = {others}: start {sizes} ranks"])
+    problem = f"world size {world_size} ≠ {factors} × dp {dp} = {others * dp}"
+    if world_size % others == 0:
+        raise ConfigError([f"{problem}: use --parallel.dp {world_size // others}, or start {others * dp} ranks"])
+    raise ConfigError([f"{problem}: start {others * dp} ranks, or {others} with --parallel.dp 1"])
+
+
+def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config:
+    """Fill in every derived value; `vocab` is the tokenizer's, and dp stays open without a world size.
+
+    What stays None means itself: `train.stop_after`, `data.path`, `zero.nvme_path`, `log.profile_steps`.
+    """
+    updates = {
+        "parallel": _resolve_parallel(config, world_size),
+        "precision": _resolve_precision(config.precision),
+        "model": _resolve_model(config.model, vocab),
+        "optim": {"min_lr": config.optim.lr / 10},
+        "run": _resolve_run(config),
+    }
+    groups = {name: _fill(getattr(config, name), values) for name, values in updates.items()}
+    return config.model_copy(update=groups)
+
+
+def _fill(group: BaseModel, values: dict[str, Any]) -> BaseModel:
+    return group.model_copy(update={key: value for key, value in values.items() if getattr(group, key) is None})
+
+
+def _resolve_parallel(config: Config, world_size: int | None) -> dict[str, Any]:
+    dp = None if world_size is None else derive_dp(config, world_size)
+    return {"dp": dp, "sequence": config.parallel.tp > 1, "chunks": 1}
+
+
+def _resolve_precision(precision: PrecisionConfig) -> dict[str, Any]:
+    default: DType = "fp64" if precision.dtype == "fp64" else "fp32"
+    return {"grad_dtype": default, "reduce_dtype": precision.grad_dtype or default}
+
+
+def _resolve_model(model: ModelConfig, vocab: int) -> dict[str, Any]:
+    gpt = model.arch == "gpt"
+    return {
+        "kv_heads": model.heads,
+        "head_dim": model.hidden // model.heads,
+        "ffn": 4 * model.hidden if gpt else -(-8 * model.hidden // (3 * 64)) * 64,  # llama: up to a multiple of 64
+        "vocab": vocab,
+        "tied": gpt,
+        "bias": gpt,
+    }
+
+
+def _resolve_run(config: Config) -> dict[str, Any]:
+    name = config.run.name or config.model.arch
+    return {"name": name, "dir": f"runs/{name}"}

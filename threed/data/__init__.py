@@ -1,0 +1,30 @@
+"""Data: from text or token files to batches that are a pure function of (seed, samples consumed).
+
+Use: `data = open_data(None, "bytes", split=0.05, seq=128, seed=1)`, then `data.train.batch(first=0, count=8)`.
+
+Files, in the order data flow: corpus (this Python's standard library, the default), sources (.txt, .jsonl, folders),
+tokenizer, encode, cache, megatron (.bin/.idx, read and written), facts (entropies, bytes a token), samples (windows and
+their order), prefetch (a background thread), dataset (`open_data`, which puts them together).
+"""
+
+from __future__ import annotations
+
+from threed.data.dataset import Data, find_problems, open_data
+from threed.data.megatron import TokenizeSummary, tokenize_to_megatron
+from threed.data.prefetch import Prefetcher
+from threed.data.samples import Samples
+from threed.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerJson, load_tokenizer
+
+__all__ = [
+    "ByteTokenizer",
+    "Data",
+    "Prefetcher",
+    "Samples",
+    "TokenizeSummary",
+    "Tokenizer",
+    "TokenizerJson",
+    "find_problems",
+    "load_tokenizer",
+    "open_data",
+    "tokenize_to_megatron",
+]

@@ -1,0 +1,164 @@
+"""The cache folder: entries that are built once, appear whole or not at all, and are never changed afterwards.
+
+Use: `folder, notice = cache_folder()`; `entry = build_once(folder, name, build)`, where `build(scratch)` writes files
+into an empty folder and returns a JSON-able record; then `entry.record` and `entry.folder / "tokens.bin"`.
+
+Phases of a build: scratch folder with a name of its own -> fsync -> one atomic rename. That rename alone makes it safe
+for any number of processes, and a killed one leaves nothing that is taken for an entry. A kernel file lock, which dies
+with its holder, only spares the others the same work; where a file system has none, they all build and one rename wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ABANDONED_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One finished entry: its folder, and the record its builder returned."""
+
+    folder: Path
+    record: dict[str, Any]
+
+
+def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
+    """Give a writable cache folder and a notice, empty unless it had to be another than the wanted one.
+
+    Wanted is the argument, else $THREED_CACHE, else ~/.cache/threed; the fallback lies in the temporary folder.
+    """
+    if wanted is None:
+        wanted = Path(os.environ.get("THREED_CACHE") or "~/.cache/threed")
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
+        wanted = wanted.expanduser().absolute()
+        wanted.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=wanted):
+            return wanted, ""
+    fallback = _private_temporary_folder()
+    return fallback, f"The cache folder {wanted} is not writable; using {fallback}. Set THREED_CACHE to choose another."
+
+
+def _private_temporary_folder() -> Path:
+    """Give this user's folder in the temporary folder, or a new one if somebody else has taken that name."""
+    folder = Path(tempfile.gettempdir()) / f"threed-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        return folder
+    return Path(tempfile.mkdtemp(prefix="threed-"))
+
+
+def build_once(folder: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> Entry:
+    """Give the entry `name`, building it if it is not there or is damaged.
+
+    Raises what `build` raises; a full disk as OSError that names the folder.
+    """
+    with _lock(folder / f"{name}.lock"):
+        entry = _read(folder / name)
+        if entry is not None:
+            return entry
+        _remove_abandoned(folder, name)
+        scratch = _scratch(folder, name)
+        try:
+            _fill(scratch, build)
+            return _publish(scratch, folder / name)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            free = shutil.disk_usage(folder).free / 2**30
+            advice = f"{free:.1f} GiB free; make room or point THREED_CACHE at another disk"
+            raise OSError(error.errno, f"No disk space for the token cache: {advice}", str(folder)) from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    # Read-only, so that users who share a cache can lock files that others made.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
+    try:
+        # OSError: a file system without locks. Entries stay right without one.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _scratch(folder: Path, name: str) -> Path:
+    """Make a folder with a name of its own; unlike tempfile's, others may read it as far as the umask lets them."""
+    path = folder / f"{name}.building-{secrets.token_hex(8)}"
+    path.mkdir()
+    return path
+
+
+def _read(folder: Path) -> Entry | None:
+    """Give the entry in `folder` if it is whole: every file has the size that was written."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        sizes = {name: (folder / name).stat().st_size for name in meta["sizes"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Entry(folder, meta["record"]) if sizes == meta["sizes"] else None
+
+
+def _fill(scratch: Path, build: Callable[[Path], dict[str, Any]]) -> None:
+    record = build(scratch)
+    meta = {"record": record, "sizes": {path.name: path.stat().st_size for path in sorted(scratch.iterdir())}}
+    (scratch / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+    for path in [*scratch.iterdir(), scratch]:
+        sync(path)
+
+
+def _publish(scratch: Path, folder: Path) -> Entry:
+    """Rename `scratch` to `folder`, unless another process was first; give what is there then."""
+    for _ in range(2):
+        try:
+            scratch.rename(folder)
+            sync(folder.parent)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+        entry = _read(folder)
+        if entry is not None:
+            return entry
+        # What is there is damaged. Moving it aside is atomic too, so nobody sees half of it go.
+        aside = _scratch(folder.parent, folder.name)
+        with contextlib.suppress(OSError):
+            folder.rename(aside / "damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+    raise OSError(errno.EIO, "The cache entry cannot be written or read back; remove it and start again", str(folder))
+
+
+def _remove_abandoned(folder: Path, name: str) -> None:
+    """Remove scratch folders that killed builders of this entry left more than a day ago."""
+    for path in folder.glob(f"{name}.building-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(path)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

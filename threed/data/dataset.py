@@ -1,0 +1,255 @@
+"""`open_data`: from a path, or none, to training and validation samples; and the checks that come before any of it.
+
+Use: `problems = find_problems(path, tokenizer, split)`, then
+`data = open_data(path, tokenizer, split, seq, seed)`; `data.train.batch(first, count)`.
+
+Phases: find the source -> sha256 (cached by what the file system says of the files) -> token file and facts (cached by
+that sha256, the tokenizer and the split) -> two views of one memory map. All ranks call it at once; one builds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+
+from threed.data import facts
+from threed.data.cache import build_once, cache_folder
+from threed.data.corpus import standard_library
+from threed.data.encode import encode
+from threed.data.megatron import is_megatron, open_tokens, pair_of
+from threed.data.samples import Samples
+from threed.data.sources import TextFile, TextSource, find_text, hash_files, read_pieces, stamp_files
+from threed.data.tokenizer import Tokenizer, Tokens, load_tokenizer, token_dtype
+
+# A part of every cache key: raised when what the entries hold changes.
+LAYOUT = 1
+# File systems with coarse clocks show no second change within this time, so a stamp this fresh proves nothing.
+FRESH_S = 2.0
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains on and is judged by.
+
+    `sha256` is over the names and contents of the corpus' files. `notice` is for the user to read; empty if there is
+    nothing to say. `unigram_entropy` (nats a token) and `bytes_per_token` are of the validation split.
+    """
+
+    train: Samples
+    valid: Samples
+    tokenizer: Tokenizer
+    vocab: int
+    sha256: str
+    description: str
+    notice: str
+    unigram_entropy: float
+    bytes_per_token: float
+
+    @property
+    def uniform_entropy(self) -> float:
+        """The loss, in nats a token, of a model that finds all ids equally likely."""
+        return math.log(self.vocab)
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Turn a validation loss in nats a token into bits a byte of text."""
+        return loss / math.log(2) / self.bytes_per_token
+
+
+def open_data(path: str | None, tokenizer: str, split: float, seq: int, seed: int, cache: Path | None = None) -> Data:
+    """Open the data at `path` (None: the default corpus) as samples of `seq` tokens, shuffled by `seed` for training.
+
+    `tokenizer`: "bytes" or the path of a tokenizer.json. `split`: the fraction for validation, the end of the tokens;
+    of the default corpus, files chosen by a hash of their path. `cache`: see `cache_folder`.
+    Raises ValueError, saying what to do, for data that are missing, empty, malformed, too short for one sample of
+    either split, or beyond the tokenizer's vocabulary.
+    """
+    _check_split(split)
+    encoder = load_tokenizer(tokenizer)
+    folder, notice = cache_folder(cache)
+    where = Path(path).expanduser() if path is not None else None
+    if where and is_megatron(where):
+        opened = _open_pair(where, encoder, split, folder)
+    else:
+        opened = _open_text(_find(where), encoder, split, folder)
+    train, valid = opened.tokens[: opened.cut], opened.tokens[opened.cut :]
+    advice = "Give more data, or a smaller --model.seq"
+    return Data(
+        train=_samples(train, seq, seed, True, "training split", f"{advice}, or a smaller --data.split"),
+        valid=_samples(valid, seq, seed, False, "validation split", f"{advice}, or a larger --data.split"),
+        tokenizer=encoder,
+        vocab=encoder.vocab_size,
+        sha256=opened.sha256,
+        description=f"{opened.description}: {len(train):,} training and {len(valid):,} validation tokens",
+        notice="\n".join(line for line in (opened.notice, notice) if line),
+        unigram_entropy=opened.facts.unigram_entropy,
+        bytes_per_token=opened.facts.bytes_per_token,
+    )
+
+
+def find_problems(path: str | None, tokenizer: str, split: float) -> list[str]:
+    """Check what can be checked without reading the data through: a line for each problem, with its fix."""
+    checks: list[Callable[[], object]] = [
+        lambda: _check_split(split),
+        lambda: load_tokenizer(tokenizer),
+        lambda: _check_path(path),
+    ]
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+    return problems
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A corpus as one flat run of tokens, of which those from `cut` are for validation."""
+
+    tokens: Tokens
+    cut: int
+    sha256: str
+    facts: facts.Facts
+    description: str
+    notice: str
+
+
+def _check_split(split: float) -> None:
+    if not 0.0 < split < 1.0:
+        raise ValueError(f"--data.split {split}: the fraction for validation must lie between 0 and 1, e.g. 0.05")
+
+
+def _check_path(path: str | None) -> None:
+    if path is None:
+        return
+    where = Path(path).expanduser()
+    if is_megatron(where):
+        open_tokens(where)
+        return
+    for file in _find(where).files:
+        if file.name.endswith(".jsonl"):
+            next(read_pieces(file), None)
+        with file.open():
+            pass
+
+
+def _find(path: Path | None) -> TextSource:
+    return standard_library() if path is None else find_text(path)
+
+
+def _samples(tokens: Tokens, seq: int, seed: int, shuffle: bool, name: str, advice: str) -> Samples:
+    try:
+        return Samples(tokens, seq, seed, shuffle, name)
+    except ValueError as error:
+        raise ValueError(f"{error}. {advice}") from error
+
+
+def _open_text(source: TextSource, tokenizer: Tokenizer, split: float, folder: Path) -> _Opened:
+    sha256 = _text_sha256(source, folder)
+    key = _key(sha256, tokenizer.fingerprint, repr(split), source.split_by)
+    entry = build_once(folder, f"tokens-{key}", lambda scratch: _tokenize(source, tokenizer, split, scratch))
+    tokens = np.memmap(entry.folder / "tokens.bin", dtype=token_dtype(tokenizer.vocab_size), mode="r")
+    found = facts.Facts(**entry.record["facts"])
+    return _Opened(tokens, entry.record["cut"], sha256, found, source.description, source.notice)
+
+
+def _text_sha256(source: TextSource, folder: Path) -> str:
+    def read(_: Path) -> dict[str, Any]:
+        return {"sha256": source.sha256()}
+
+    on_disk = any(file.path for file in source.files)
+    stamp, newest = source.stamp()
+    record = _known(folder, stamp, newest, read) if on_disk else read(folder)
+    return str(record["sha256"])
+
+
+def _known(folder: Path, stamp: str, newest: float, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Give what `read` finds in files, from the cache if the file system shows them unchanged since."""
+    if time.time() - newest < FRESH_S:
+        return read(folder)
+    return build_once(folder, f"files-{_key(stamp)}", read).record
+
+
+def _tokenize(source: TextSource, tokenizer: Tokenizer, split: float, scratch: Path) -> dict[str, Any]:
+    """Write tokens.bin, the validation tokens last."""
+    before = source.stamp()
+    groups = _by_path(source.files, split) if source.split_by == "path" else [source.files]
+    with (scratch / "tokens.bin").open("wb") as out:
+        counts = [_write_tokens(out, files, tokenizer) for files in groups]
+    if source.stamp() != before:
+        raise ValueError(f"{source.description} changed while it was read. Start again when nothing writes to it")
+    if sum(counts) == 0:
+        raise ValueError(f"{source.description}: no text in it. Put text into it, or give another --data.path")
+    tokens = np.memmap(scratch / "tokens.bin", dtype=token_dtype(tokenizer.vocab_size), mode="r")
+    cut = counts[0] if source.split_by == "path" else _cut(len(tokens), split)
+    return {"cut": cut, "facts": _measure(tokens[cut:], tokenizer, split)}
+
+
+def _by_path(files: tuple[TextFile, ...], split: float) -> list[tuple[TextFile, ...]]:
+    """Give the training and the validation files.
+
+    The hash of its name decides a file's side, except that a file larger than the whole validation share trains: in
+    Python 3.11, one file of help texts would else be 62 % of what a model of source code is judged by.
+    """
+    share = split * sum(f.size for f in files)
+    held_out = {f.name for f in files if _fraction(f.name) < split and f.size <= share}
+    return [tuple(f for f in files if (f.name in held_out) == side) for side in (False, True)]
+
+
+def _fraction(name: str) -> float:
+    """Map a name to [0, 1) by its sha256."""
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest()[:6], "big") / 2**48
+
+
+def _write_tokens(out: BinaryIO, files: tuple[TextFile, ...], tokenizer: Tokenizer) -> int:
+    written = 0
+    for tokens, _ in encode((piece for file in files for piece in read_pieces(file)), tokenizer):
+        out.write(tokens.tobytes())
+        written += len(tokens)
+    return written
+
+
+def _open_pair(path: Path, tokenizer: Tokenizer, split: float, folder: Path) -> _Opened:
+    tokens = open_tokens(path)
+    files = [(file.name, file) for file in pair_of(path)]
+
+    def read(_: Path) -> dict[str, Any]:
+        opened = ((name, file.stat().st_size, file.open("rb")) for name, file in files)
+        return {"sha256": hash_files(opened), "range": facts.id_range(tokens)}
+
+    known = _known(folder, *stamp_files(files), read)
+    low, high = known["range"]
+    if low < 0 or high >= tokenizer.vocab_size:
+        _refuse_ids(files[0][1], tokens, tokenizer)
+    cut = _cut(len(tokens), split)
+    key = _key(known["sha256"], tokenizer.fingerprint, repr(split))
+    entry = build_once(folder, f"facts-{key}", lambda _: {"facts": _measure(tokens[cut:], tokenizer, split)})
+    return _Opened(tokens, cut, known["sha256"], facts.Facts(**entry.record["facts"]), str(path), "")
+
+
+def _refuse_ids(file: Path, tokens: Tokens, tokenizer: Tokenizer) -> NoReturn:
+    offset = facts.first_outside(tokens, tokenizer.vocab_size)
+    found = "" if offset is None else f"token {int(tokens[offset])} at offset {offset}"
+    raise ValueError(f"{file}: {found} is outside the {tokenizer.vocab_size} ids of tokenizer {tokenizer.name!r}. "
+                     "Give the tokenizer that wrote it: --data.tokenizer path/to/tokenizer.json")  # fmt: skip
+
+
+def _cut(tokens: int, split: float) -> int:
+    return tokens - round(tokens * split)
+
+
+def _measure(valid: Tokens, tokenizer: Tokenizer, split: float) -> dict[str, float]:
+    if not len(valid):
+        raise ValueError(f"--data.split {split} leaves no validation data. Give a larger one, or more data")
+    return asdict(facts.measure(valid, tokenizer))
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\n".join([str(LAYOUT), *parts]).encode()).hexdigest()[:32]

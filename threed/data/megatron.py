@@ -1,0 +1,219 @@
+"""Megatron's indexed data sets: `prefix.bin` holds the tokens, `prefix.idx` says where each sequence begins.
+
+Use: `tokens = open_tokens(prefix)` (memory-mapped, 1-D), `read_index(prefix.idx)`, and
+`tokenize_to_megatron("texts/", "out/prefix", tokenizer)` to write a pair from text.
+
+Layout of the .idx, all little-endian (Megatron-LM, megatron/core/datasets/indexed_dataset.py): "MMIDIDX" and two zero
+bytes · uint64 version = 1 · uint8 dtype code · uint64 sequences · uint64 document indices (one more than documents) ·
+int32 length of each sequence · int64 byte offset of each sequence · int64 index of each document's first sequence, and
+last the number of sequences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import secrets
+import struct
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from threed.data.cache import sync
+from threed.data.encode import encode
+from threed.data.sources import find_text
+from threed.data.tokenizer import Tokenizer, Tokens, token_dtype
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<QBQQ")
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+LONGEST_SEQUENCE = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class MegatronIndex:
+    """What an .idx says: the tokens' dtype; lengths [n] in tokens; offsets [n] in bytes; documents [d + 1]."""
+
+    dtype: np.dtype[Any]
+    lengths: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    documents: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TokenizeSummary:
+    """What `tokenize_to_megatron` wrote."""
+
+    documents: int
+    tokens: int
+    dtype: str
+    files: tuple[Path, Path]
+    notice: str = ""
+
+
+def pair_of(path: Path) -> tuple[Path, Path]:
+    """Give (.bin, .idx) of a pair named by its prefix or by either file."""
+    prefix = str(path)
+    if prefix.endswith((".bin", ".idx")):
+        prefix = prefix[:-4]
+    return Path(prefix + ".bin"), Path(prefix + ".idx")
+
+
+def is_megatron(path: Path) -> bool:
+    """Say whether `path` names a pair: ends in .bin or .idx, or is the prefix of a file that does."""
+    return path.name.endswith((".bin", ".idx")) or (not path.exists() and any(p.exists() for p in pair_of(path)))
+
+
+def read_index(path: Path) -> MegatronIndex:
+    """Read an .idx, memory-mapped. Raises ValueError, saying what is wrong, when it is no sound index of tokens."""
+    size = path.stat().st_size
+    head = len(MAGIC) + HEADER.size
+    with path.open("rb") as file:
+        start = file.read(head)
+        if len(start) < head or not start.startswith(MAGIC):
+            raise ValueError(f"{path} is no Megatron index: it does not begin with {MAGIC!r} and a whole header")
+        version, code, sequences, indices = HEADER.unpack(start[len(MAGIC) :])
+        dtype = _dtype_of(path, version, code)
+        expected = head + 12 * sequences + 8 * indices
+        if size != expected:
+            raise ValueError(f"{path}: {size} bytes, where {sequences} sequences and {indices} document indices take "
+                             f"{expected}: cut short, damaged, or multimodal (not supported)")  # fmt: skip
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    lengths = np.frombuffer(mapped, "<i4", sequences, head)
+    offsets = np.frombuffer(mapped, "<i8", sequences, head + 4 * sequences)
+    documents = np.frombuffer(mapped, "<i8", indices, head + 12 * sequences)
+    if not indices or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
+        raise ValueError(f"{path} is damaged: its document indices do not rise from 0 to {sequences} sequences")
+    return MegatronIndex(dtype, lengths, offsets, documents)
+
+
+def open_tokens(path: Path) -> Tokens:
+    """Memory-map all tokens of the pair at `path` (prefix or either file) as one flat run, in the file's dtype.
+
+    Raises ValueError, saying what to do, when a file is missing, they do not fit together, or sequences are not stored
+    one after the other.
+    """
+    data, index_path = pair_of(path)
+    for file, other in ((data, index_path), (index_path, data)):
+        if not file.is_file():
+            raise ValueError(f"{file} is missing. A Megatron data set is a pair: put it beside {other.name}")
+    index = read_index(index_path)
+    if data.stat().st_size == 0:
+        raise ValueError(f"{data} is empty. Tokenize some text into it, or give another --data.path")
+    ends = index.offsets + index.lengths.astype(np.int64) * index.dtype.itemsize
+    begins_where_last_ended = bool(np.array_equal(index.offsets, np.append(0, ends[:-1]))) if len(ends) else True
+    if not begins_where_last_ended or (index.lengths < 0).any():
+        raise ValueError(f"{index_path}: the sequences do not follow one another in {data.name}. Write the pair anew")
+    total = int(ends[-1]) if len(ends) else 0
+    if total != data.stat().st_size:
+        raise ValueError(f"{data} has {data.stat().st_size} bytes and {index_path.name} says {total}: not a pair, or "
+                         "one was cut short. Copy or write both again")  # fmt: skip
+    return np.memmap(data, dtype=index.dtype, mode="r")
+
+
+def tokenize_to_megatron(src: Path | str, dst_prefix: Path | str, tokenizer: Tokenizer) -> TokenizeSummary:
+    """Write the text at `src` (.txt, .jsonl or a folder of them) as a pair, one sequence a document.
+
+    Every document ends with the tokenizer's end of text.
+    Streams: memory stays at a few MiB, plus 12 bytes a document. Nothing appears under the final names before all is
+    written. Raises ValueError for unreadable text, or when the pair is there already.
+    """
+    source = find_text(Path(src).expanduser())
+    finals = pair_of(Path(dst_prefix).expanduser())
+    for final in finals:
+        if final.exists():
+            raise ValueError(f"{final} exists. Remove it, or choose another name")
+    with _written(finals) as (data, index_file):
+        writer = MegatronWriter(data, token_dtype(tokenizer.vocab_size))
+        for tokens, ends in encode(source.pieces(), tokenizer):
+            writer.add(tokens)
+            if ends:
+                writer.end_document()
+        if not writer.tokens:
+            raise ValueError(f"{src}: no text in it. Put text into it, or name another source")
+        writer.write_index(index_file)
+    return TokenizeSummary(writer.documents, writer.tokens, writer.dtype.name, finals, source.notice)
+
+
+class MegatronWriter:
+    """Writes tokens to an open .bin, document by document, and then the .idx."""
+
+    def __init__(self, data: BinaryIO, dtype: np.dtype[Any], longest: int = LONGEST_SEQUENCE) -> None:
+        self.dtype = dtype
+        self.tokens = 0
+        self._data = data
+        self._longest = longest  # the .idx counts a sequence's tokens in 31 bits
+        self._begin = 0  # the token at which the open sequence begins
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+
+    @property
+    def documents(self) -> int:
+        """The number of documents ended so far."""
+        return len(self._documents) - 1
+
+    def add(self, tokens: Tokens) -> None:
+        """Append tokens to the open document."""
+        self._data.write(tokens.astype(self.dtype, copy=False).tobytes())
+        self.tokens += len(tokens)
+        while self.tokens - self._begin > self._longest:
+            self._end_sequence(self._longest)
+
+    def end_document(self) -> None:
+        """End the open document."""
+        self._end_sequence(self.tokens - self._begin)
+        self._documents.append(len(self._lengths))
+
+    def write_index(self, file: BinaryIO) -> None:
+        """Write the .idx for all ended documents."""
+        code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
+        lengths = np.frombuffer(self._lengths, np.intc)
+        offsets = np.zeros(len(lengths), dtype="<i8")
+        np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
+        file.write(MAGIC + HEADER.pack(1, code, len(lengths), len(self._documents)))
+        file.write(lengths.astype("<i4").tobytes())
+        file.write((offsets * self.dtype.itemsize).astype("<i8").tobytes())
+        file.write(np.frombuffer(self._documents, np.int64).astype("<i8").tobytes())
+
+    def _end_sequence(self, length: int) -> None:
+        if length:
+            self._lengths.append(length)
+            self._begin += length
+
+
+@contextlib.contextmanager
+def _written(finals: tuple[Path, Path]) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Open two scratch files beside `finals`; flush and rename them at the end, or remove them after an error.
+
+    The index comes last: a pair without it is refused, so no moment shows half a data set as a whole one.
+    """
+    for final in finals:
+        final.parent.mkdir(parents=True, exist_ok=True)
+    mark = secrets.token_hex(8)
+    scratch = [final.with_name(f"{final.name}.{mark}.writing") for final in finals]
+    try:
+        with scratch[0].open("xb") as data, scratch[1].open("xb") as index:
+            yield data, index
+        for path, final in zip(scratch, finals, strict=True):
+            sync(path)
+            path.rename(final)
+        sync(finals[0].parent)
+    finally:
+        for path in scratch:
+            path.unlink(missing_ok=True)
+
+
+def _dtype_of(path: Path, version: int, code: int) -> np.dtype[Any]:
+    if version != 1:
+        raise ValueError(f"{path}: index version {version}, where 1 is the only one known. Write the pair anew")
+    if code not in DTYPES:
+        raise ValueError(f"{path}: dtype code {code} is unknown; the codes of tokens are 1 to 5 and 8")
+    dtype = np.dtype(DTYPES[code])
+    if dtype.kind == "f":
+        raise ValueError(f"{path} holds {dtype.name} numbers, which are no token ids. Give a data set of tokens")
+    return dtype

@@ -1,0 +1,126 @@
+"""Fixed-length samples over a flat run of tokens, in an order that is a function and not a state.
+
+Use: `samples = Samples(tokens, seq=128, seed=1)`; `samples.batch(first, count)` gives the samples that a run consumes
+after `first` samples; `samples.batch(indices)` any others. Nothing else needs saving to resume: one integer says all.
+
+Phases of a batch: sample index -> (epoch, position) -> window, by a permutation keyed with (seed, epoch) -> tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from threed.data.tokenizer import Tokens
+
+# With four rounds the permutations of fewer than ten windows are visibly uneven over epochs; with six they are not.
+ROUNDS = 6
+# The multipliers of splitmix64's finaliser: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators".
+MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+Words = NDArray[np.uint64]
+
+
+class Samples:
+    """A view of 1-D `tokens` as windows of `seq` tokens with stride `seq`, plus one token for the shifted labels.
+
+    Shuffled, sample i of the run is window permutation(seed, i // n)[i % n] of the n windows; in order, window i % n.
+    `i` counts all samples the run has consumed, over all ranks and epochs, without bound.
+    Raises ValueError when there are too few tokens for one sample.
+    """
+
+    def __init__(self, tokens: Tokens, seq: int, seed: int = 0, shuffle: bool = True, name: str = "data") -> None:
+        if seq < 1:
+            raise ValueError(f"sequence length {seq}: must be at least 1")
+        if len(tokens) < seq + 1:
+            raise ValueError(f"{name}: {len(tokens)} tokens, and one sample of sequence length {seq} takes {seq + 1}")
+        self.tokens = tokens
+        self.seq = seq
+        self.seed = seed
+        self.shuffle = shuffle
+        self._windows = (len(tokens) - 1) // seq
+
+    def __len__(self) -> int:
+        """Give the number of windows, i.e. of samples an epoch."""
+        return self._windows
+
+    def order(self, index: int) -> int:
+        """Give the window that sample `index` (>= 0) of the run reads."""
+        return int(self._windows_of(np.asarray([index], dtype=np.uint64))[0])
+
+    @overload
+    def batch(self, first: int, count: int) -> dict[str, torch.Tensor]: ...
+
+    @overload
+    def batch(self, first: Sequence[int]) -> dict[str, torch.Tensor]: ...
+
+    def batch(self, first: int | Sequence[int], count: int | None = None) -> dict[str, torch.Tensor]:
+        """Give samples first … first + count - 1 of the run, or those of a sequence of indices.
+
+        Returns int64 tensors: "tokens" [b, s], "labels" [b, s] (one token further on), "samples" [b] (the indices).
+        """
+        if isinstance(first, int | np.integer):
+            if count is None:
+                raise TypeError("batch(first, count): count is missing; or pass a sequence of indices")
+            first = range(int(first), int(first) + count)
+        if len(first) and min(first) < 0:
+            raise ValueError(f"sample index {min(first)}: must not be negative")
+        indices = np.asarray(first, dtype=np.int64)
+        rows = np.empty((len(indices), self.seq + 1), dtype=np.int64)
+        for row, window in zip(rows, self._windows_of(indices.astype(np.uint64)).tolist(), strict=True):
+            row[:] = self.tokens[window * self.seq : (window + 1) * self.seq + 1]
+        both = torch.from_numpy(rows)
+        return {
+            "tokens": both[:, :-1].contiguous(),
+            "labels": both[:, 1:].contiguous(),
+            "samples": torch.from_numpy(indices),
+        }
+
+    def _windows_of(self, indices: Words) -> Words:
+        epochs, positions = np.divmod(indices, np.uint64(self._windows))
+        if not self.shuffle:
+            return positions
+        windows = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            windows[here] = permute(positions[here], self._windows, self.seed, int(epoch))
+        return windows
+
+
+def permute(index: Words, size: int, seed: int, epoch: int) -> Words:
+    """Map each index below `size` by a pseudorandom permutation of 0 … size - 1, keyed with (seed, epoch).
+
+    O(1) memory: a Feistel network permutes the next power of four, and a value that falls outside walks on until it is
+    inside (fewer than four steps on average). Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    keys = _round_keys(seed, epoch)
+    value = _feistel(index, half, keys)
+    while (outside := value >= size).any():
+        value[outside] = _feistel(value[outside], half, keys)
+    return value
+
+
+def _round_keys(seed: int, epoch: int) -> Words:
+    digest = hashlib.blake2b(f"threed samples {seed} {epoch}".encode(), digest_size=8 * ROUNDS).digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def _feistel(value: Words, half: int, keys: Words) -> Words:
+    """Permute the numbers of 2·half bits: each round adds a hash of one half to the other, which can be undone."""
+    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = value >> bits, value & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+    return (left << bits) | right
+
+
+def _mix(word: Words) -> Words:
+    word = (word ^ (word >> np.uint64(30))) * MIX_1
+    word = (word ^ (word >> np.uint64(27))) * MIX_2
+    return word ^ (word >> np.uint64(31))

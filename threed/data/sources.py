@@ -1,0 +1,203 @@
+"""Text sources: which files a corpus is made of, its sha256, and its documents as a stream of pieces.
+
+Use: `source = find_text("data/")` for a .txt, a .jsonl (key "text") or a folder of them; `source.sha256()`;
+`for piece in source.pieces(): …`. Nothing here holds more than one piece (about 1 MiB; one line for .jsonl) in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal, NamedTuple
+
+PIECE_BYTES = 1 << 20
+TEXT_ENDINGS = (".txt", ".jsonl")
+
+
+class Piece(NamedTuple):
+    """Some bytes of a document (UTF-8 text, as a rule), and whether the document ends with them."""
+
+    data: bytes
+    ends: bool
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A named file of a corpus: on disk at `path`, or in memory as `content`."""
+
+    name: str
+    path: Path | None = None
+    content: bytes = b""
+
+    def open(self) -> BinaryIO:
+        """Open for reading."""
+        return self.path.open("rb") if self.path else io.BytesIO(self.content)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.path.stat().st_size if self.path else len(self.content)
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """A corpus of text files, in a fixed order.
+
+    `split_by`: "end" gives the last tokens to validation; "path" gives it the files whose hashed name falls below the
+    fraction, so that a file stays on its side when others come or go.
+    """
+
+    description: str
+    files: tuple[TextFile, ...]
+    split_by: Literal["end", "path"] = "end"
+    notice: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes in all files."""
+        return sum(file.size for file in self.files)
+
+    def sha256(self) -> str:
+        """Hash every file's name and content, each preceded by its length."""
+        return hash_files((file.name, file.size, file.open()) for file in self.files)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Give all documents, piece by piece. Raises ValueError naming file and line of a bad .jsonl line."""
+        for file in self.files:
+            yield from read_pieces(file)
+
+    def stamp(self) -> tuple[str, float]:
+        """Describe the files as the file system sees them, without reading; and when the newest changed (Unix time)."""
+        return stamp_files([(file.name, file.path) for file in self.files if file.path])
+
+
+def find_text(path: Path) -> TextSource:
+    """Give the source at `path`: a .txt, a .jsonl or a folder of them (recursively, sorted by name).
+
+    Raises ValueError, saying what to do, when there is nothing to read.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist. Check the name; without --data.path the default corpus is used")
+    ignored: list[str] = []
+    if path.is_dir():
+        names = _walk(path)
+        ignored = [name for name in names if not name.endswith(TEXT_ENDINGS)]
+        files = tuple(TextFile(name, path / name) for name in names if name.endswith(TEXT_ENDINGS))
+        description = f"{path}: {len(files)} files"
+    else:
+        files = (TextFile(path.name, path),) if path.name.endswith(TEXT_ENDINGS) else ()
+        description = str(path)
+    if not files:
+        found = f" (found {_some(ignored)})" if ignored else ""
+        raise ValueError(f"{path}: nothing to read here{found}. --data.path takes .txt, .jsonl, a folder of them, "
+                         "or a Megatron .bin/.idx pair by its prefix")  # fmt: skip
+    source = TextSource(description, files, notice=f"{path}: ignored {_some(ignored)}" if ignored else "")
+    if source.size == 0:
+        raise ValueError(f"{path} is empty. Put text into it, or give another --data.path")
+    return source
+
+
+def read_pieces(file: TextFile) -> Iterator[Piece]:
+    """Give the documents of one file: the lines of a .jsonl, else the whole file. Empty documents are skipped."""
+    return _read_jsonl(file) if file.name.endswith(".jsonl") else _read_whole(file)
+
+
+def hash_files(files: Iterable[tuple[str, int, BinaryIO]]) -> str:
+    """Give the sha256 of (name, size in bytes, open file)s, names and contents each preceded by their length."""
+    digest = hashlib.sha256()
+    for name, size, stream in files:
+        label = name.encode("utf-8", errors="surrogateescape")
+        digest.update(len(label).to_bytes(8, "little") + label + size.to_bytes(8, "little"))
+        with stream:
+            while block := stream.read(PIECE_BYTES):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def stamp_files(files: list[tuple[str, Path]]) -> tuple[str, float]:
+    """Hash names, places, sizes and times of files: the same stamp means unchanged contents, unless just written."""
+    digest, newest = hashlib.sha256(), 0.0
+    for name, path in files:
+        seen = path.stat()
+        times = (seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino, seen.st_dev)
+        digest.update(repr((name, str(path.absolute()), times)).encode("utf-8", errors="surrogateescape"))
+        newest = max(newest, seen.st_mtime, seen.st_ctime)
+    return digest.hexdigest(), newest
+
+
+def _walk(folder: Path) -> list[str]:
+    """List the files under `folder`, links followed but never in a circle, hidden names left out."""
+    names: list[str] = []
+    visited: set[str] = set()
+    for here, folders, files in os.walk(folder, followlinks=True):
+        visited.add(os.path.realpath(here))
+        folders[:] = [
+            name
+            for name in sorted(folders)
+            if not name.startswith(".") and os.path.realpath(os.path.join(here, name)) not in visited
+        ]
+        names += [Path(here, name).relative_to(folder).as_posix() for name in files if not name.startswith(".")]
+    return sorted(names)
+
+
+def _read_whole(file: TextFile) -> Iterator[Piece]:
+    with file.open() as stream:
+        kept = stream.read(PIECE_BYTES)
+        while block := stream.read(PIECE_BYTES):
+            kept += block
+            cut = _cut(kept)
+            yield Piece(kept[:cut], ends=False)
+            kept = kept[cut:]
+        if kept:
+            yield Piece(kept, ends=True)
+
+
+def _cut(data: bytes) -> int:
+    """Say where to cut so that a tokenizer sees whole lines, else whole words, else whole UTF-8 characters."""
+    tail = max(1, len(data) - PIECE_BYTES)
+    line = data.rfind(b"\n", tail, len(data) - 1)
+    # The white space before a word belongs to its token, so a new piece starts with the break, not with the word.
+    while line > tail and data[line - 1 : line].isspace():
+        line -= 1
+    if line > tail:
+        return line
+    word = data.rfind(b" ", tail)
+    if word > tail:
+        return word
+    last = len(data) - 1
+    while last > tail and len(data) - last < 4 and data[last] & 0xC0 == 0x80:
+        last -= 1
+    return last
+
+
+def _read_jsonl(file: TextFile) -> Iterator[Piece]:
+    with file.open() as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                text = _text_of(line, f"{file.path or file.name}, line {number}")
+                if text:
+                    yield Piece(text.encode("utf-8", errors="replace"), ends=True)
+
+
+def _text_of(line: bytes, place: str) -> str:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:  # also UnicodeDecodeError and JSONDecodeError
+        raise ValueError(f"{place}: no JSON ({error}). Every line is one object with a key 'text'") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{place}: a JSON {type(record).__name__}, where an object with a key 'text' is needed")
+    if "text" not in record:
+        raise ValueError(f"{place}: no key 'text' among {sorted(record)}. Rename the key that holds the text")
+    if not isinstance(record["text"], str):
+        raise ValueError(f"{place}: 'text' is a {type(record['text']).__name__}; it must be a string")
+    return record["text"]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}"

@@ -1,0 +1,34 @@
+"""Tensor-sliced layer primitives: what models are built from.
+
+Between blocks activations are [s b h] (sequence first, so that gathering along it is concatenation), or this rank's
+[s/t b h] when sequences are cut. Every parameter carries a `ShardSpec`; parameters are on the meta device until their
+pipeline stage is built.
+"""
+
+from threed.layers.attention import Attention
+from threed.layers.block import Block, Embedding
+from threed.layers.dropout import Dropout
+from threed.layers.embedding import PositionEmbedding, VocabEmbedding
+from threed.layers.linear import ColumnLinear, RowLinear
+from threed.layers.loss import LanguageModelHead
+from threed.layers.mlp import MLP, GatedMLP
+from threed.layers.norm import LayerNorm, RMSNorm
+from threed.layers.slicing import MicroBatch, Slicing
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Block",
+    "ColumnLinear",
+    "Dropout",
+    "Embedding",
+    "GatedMLP",
+    "LanguageModelHead",
+    "LayerNorm",
+    "MicroBatch",
+    "PositionEmbedding",
+    "RMSNorm",
+    "RowLinear",
+    "Slicing",
+    "VocabEmbedding",
+]

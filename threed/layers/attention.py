@@ -1,0 +1,91 @@
+"""Causal self-attention, cut by heads: multi-head, grouped-query, rotary or not, with or without q/k norms.
+
+Query, key and value are packed into one column-parallel matmul. With fewer key/value heads than tensor ranks, so many
+neighbours share a head: then query and key/value are two matmuls behind one gather, because their gradients are
+reduced over different ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from threed import collectives
+from threed.layers.linear import ColumnLinear, RowLinear
+from threed.layers.norm import RMSNorm
+from threed.layers.slicing import Slicing
+
+
+@functools.lru_cache(maxsize=16)
+def rotary_table(length: int, size: int, theta: float, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [s 1 1 d] of the rotary angles, in the half-split layout that Hugging Face uses (arXiv 2104.09864)."""
+    exponent = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
+    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), 1.0 / theta**exponent)
+    angle = torch.cat((angle, angle), dim=-1).view(length, 1, 1, size)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Tensor, theta: float) -> Tensor:
+    """Rotary positions on x [s b a d]."""
+    cos, sin = rotary_table(x.shape[0], x.shape[-1], theta, x.device, x.dtype)
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """x [s b h] -> [s b h] (both [s/t b h] when sequences are cut).
+
+    heads a, kv_heads k, head_dim d. tp must divide a, and divide k or be a multiple of it. rotary: the base of rotary
+    positions, or None. qk_norm: RMSNorm of every query and key head (Qwen3), with one weight [d] for all heads.
+    """
+
+    def __init__(
+        self, name: str, hidden: int, heads: int, slicing: Slicing, *, kv_heads: int | None = None,
+        head_dim: int | None = None, bias: bool = True, rotary: float | None = None, qk_norm: bool = False,
+        eps: float = 1e-5, std: float = 0.02, out_std: float = 0.02,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        k, d, t = kv_heads or heads, head_dim or hidden // heads, slicing.tp.size
+        if heads % t or (k % t and t % k) or heads % k:
+            raise ValueError(f"{name}: {heads} heads and {k} key/value heads cannot be cut over tp {t}")
+        self.slicing, self.d, self.rotary = slicing, d, rotary
+        self.heads, self.kv_heads = heads // t, max(k // t, 1)
+        shared = t // k if k < t else 1
+        packed = {"slicing": slicing, "std": std, "bias": bias, "multiple": d}
+        query, key_value = [("query", heads * d)], [("key", k * d), ("value", k * d)]
+        if shared == 1:
+            self.qkv = ColumnLinear(name, hidden, query + key_value, **packed)
+        else:
+            self.qkv = None
+            self.query = ColumnLinear(name, hidden, query, local=True, **packed)
+            self.key_value = ColumnLinear(name, hidden, key_value, local=True, shared=shared, **packed)
+        # A head's norm sees this rank's heads only, whatever is done with sequences: its gradient is always partial.
+        norm = functools.partial(RMSNorm, width=d, slicing=slicing, eps=eps, partial=slicing.replicated)
+        self.query_norm = norm(f"{name}.query_norm") if qk_norm else None
+        self.key_norm = norm(f"{name}.key_norm") if qk_norm else None
+        self.out = RowLinear(f"{name}.out", heads * d, hidden, slicing, std=out_std, bias=bias, multiple=d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self._project(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if self.rotary is not None:
+            q, k = rotate(q, self.rotary), rotate(k, self.rotary)
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [s b a d] -> [b a s d]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        return self.out(y.permute(2, 0, 1, 3).flatten(2))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [s b a/t d], key and value [s b k/t d]."""
+        sizes = [self.heads * self.d, self.kv_heads * self.d, self.kv_heads * self.d]
+        if self.qkv is not None:
+            parts = self.qkv(x).split(sizes, dim=-1)
+        else:
+            whole = collectives.gather_from if self.slicing.scattered else collectives.copy_to
+            x = whole(x, self.slicing.tp)
+            parts = (self.query(x), *self.key_value(x).split(sizes[1:], dim=-1))
+        q, k, v = (part.unflatten(-1, (-1, self.d)) for part in parts)
+        return q, k, v

@@ -1,0 +1,50 @@
+"""The pipeline layers of a decoder: embedding, block, head. Each has a global `name` and maps x to x."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from threed.layers.dropout import Dropout
+from threed.layers.embedding import PositionEmbedding, VocabEmbedding
+from threed.layers.slicing import MicroBatch, Slicing
+
+
+class Embedding(nn.Module):
+    """Token ids -> x [s b h] (or [s/t b h]): word vectors, learned positions if any, dropout."""
+
+    def __init__(
+        self, name: str, vocab: int, hidden: int, slicing: Slicing, *, positions: int | None = None, dropout: float = 0.0,
+        std: float = 0.02,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.name = name
+        self.word = VocabEmbedding(f"{name}.word", vocab, hidden, slicing, std=std)
+        self.position = (
+            PositionEmbedding(f"{name}.position", positions, hidden, slicing, std=std) if positions else None
+        )
+        self.dropout = Dropout(f"{name}.dropout", dropout, slicing)
+
+    def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
+        if micro.tokens is None:
+            raise ValueError("the first pipeline stage needs the batch's 'tokens' [b s]")
+        y = self.word(micro.tokens)
+        return self.dropout(y if self.position is None else self.position(y), micro)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches: [s b h] -> [s b h] (or [s/t b h])."""
+
+    def __init__(
+        self, name: str, norms: tuple[nn.Module, nn.Module], attention: nn.Module, mlp: nn.Module, slicing: Slicing, *,
+        dropout: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.name = name
+        self.attention_norm, self.mlp_norm = norms
+        self.attention, self.mlp = attention, mlp
+        self.attention_dropout = Dropout(f"{name}.attention.dropout", dropout, slicing)
+        self.mlp_dropout = Dropout(f"{name}.mlp.dropout", dropout, slicing)
+
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x)), micro)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), micro)

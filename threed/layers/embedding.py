@@ -1,0 +1,77 @@
+"""Word and position embeddings; the word table is cut by vocabulary (Megatron-LM, arXiv 1909.08053, section 3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from threed import collectives
+from threed.collectives import split
+from threed.layers.slicing import Slicing, sink_of
+from threed.sharding import Init, Piece, ShardSpec, matrix, parameter
+
+
+def vocab_table(name: str, vocab: int, hidden: int, slicing: Slicing, std: float = 0.02) -> nn.Parameter:
+    """A [v/t h] table of word vectors; uneven when tp does not divide the vocabulary, never padded."""
+    span = split(vocab, slicing.tp.size, slicing.tp.index)
+    return parameter(ShardSpec((matrix(name, (vocab, hidden), 0, span, std),)), (span[1] - span[0], hidden))
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table for the ids it holds, zero for the others."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, table: Tensor, first: int) -> Tensor:
+        local = ids - first
+        held = (local >= 0) & (local < table.shape[0])
+        local = local.masked_fill(~held, 0)
+        ctx.save_for_backward(local, held, table)
+        if table.shape[0] == 0:
+            return table.new_zeros(*ids.shape, table.shape[1])
+        return F.embedding(local, table).mul_(held.unsqueeze(-1))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
+        local, held, table = ctx.saved_tensors
+        sink = sink_of(table)
+        # Off-shard ids add zero to row 0: cheaper than selecting, and free of a size that depends on the data.
+        rows = (dy * held.unsqueeze(-1)).flatten(0, -2)
+        if sink is not None:
+            sink.add_rows(local.flatten(), rows)
+            return None, None, None
+        grad = torch.zeros_like(table)
+        return None, grad.index_add_(0, local.flatten(), rows) if table.shape[0] else grad, None
+
+
+class VocabEmbedding(nn.Module):
+    """Token ids [b s] -> word vectors [s b h] (or [s/t b h] when sequences are cut)."""
+
+    def __init__(self, name: str, vocab: int, hidden: int, slicing: Slicing, *, std: float = 0.02) -> None:
+        super().__init__()
+        self.slicing = slicing
+        self.first, _ = split(vocab, slicing.tp.size, slicing.tp.index)
+        self.weight = vocab_table(f"{name}.weight", vocab, hidden, slicing, std)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = _Lookup.apply(tokens.t(), self.weight, self.first)
+        total = collectives.scatter_to if self.slicing.scattered else collectives.reduce_from
+        return total(x, self.slicing.tp)
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions, added to x [s b h] (or to this rank's part [s/t b h])."""
+
+    def __init__(self, name: str, length: int, hidden: int, slicing: Slicing, *, std: float = 0.02) -> None:
+        super().__init__()
+        self.slicing = slicing
+        piece = Piece(f"{name}.weight", (length, hidden), (0, 0), (length, hidden), init=Init(std=std))
+        self.weight = parameter(ShardSpec((piece,), slicing.replicated, slicing.partial), (length, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.slicing.rows(x.shape[0] * (self.slicing.tp.size if self.slicing.scattered else 1))
+        if last > self.weight.shape[0]:
+            raise ValueError(f"position {last - 1} is beyond the {self.weight.shape[0]} learned positions")
+        return x + self.weight[first:last].unsqueeze(1)

@@ -1,0 +1,112 @@
+"""Column- and row-parallel linear layers (Megatron-LM, arXiv 1909.08053, section 3).
+
+    Y = X A^T.   Column-parallel cuts A by rows (outputs), row-parallel by columns (inputs):
+
+        column   Y_i = f(X) A_i^T        f: identity forward, all-reduce backward
+        row      Y   = g(sum X_i A_i^T)  g: all-reduce forward, identity backward
+
+With sequence parallelism f gathers [s/t b h] to [s b h] and reduce-scatters backward, g the other way round: the same
+bytes. The sum of the input's gradient travels while the weight's gradient is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from threed import collectives
+from threed.collectives import split
+from threed.layers.slicing import Slicing, weight_gradient
+from threed.sharding import ShardSpec, matrix, parameter, vector
+from threed.topology import Axis, alone
+
+LOCAL = alone()
+
+
+class _Linear(torch.autograd.Function):
+    """y = f(x) w^T + b, where f belongs to `axis` (one rank: nothing) and gathers when `gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, gather: bool) -> Tensor:
+        if gather:
+            x = collectives.all_gather(x, axis)
+        ctx.save_for_backward(x, weight)
+        ctx.axis, ctx.gather = axis, gather
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        dy = dy.contiguous()
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        pending = None
+        if need_dx:
+            reduce = collectives.start_reduce_scatter if ctx.gather else collectives.start_all_reduce
+            pending = reduce(torch.matmul(dy, weight), ctx.axis)
+        dw = weight_gradient(weight, dy, x) if need_dw else None
+        db = dy.flatten(0, -2).sum(0) if need_db else None
+        return pending.wait() if pending else None, dw, db, None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, axis: Axis = LOCAL, gather: bool = False) -> Tensor:
+    """x [... in] -> [... out], with this layer's f on `axis`; weight [out in] may be a slice of a larger one."""
+    out: Tensor = _Linear.apply(x, weight, bias, axis, gather)
+    return out
+
+
+class ColumnLinear(nn.Module):
+    """A linear layer cut by outputs: x [s b h] (or [s/t b h] when sequences are cut) -> [s b out/t].
+
+    outputs: the global matrices packed into it, as (name, out) pairs; each is cut by itself into whole multiples of
+    `multiple` (a head's size), as evenly as can be. shared: so many neighbouring ranks hold the same part (key/value
+    heads fewer than ranks); their gradients are parts of one sum. local: x is whole already, and f is the caller's.
+    """
+
+    def __init__(
+        self, name: str, inputs: int, outputs: Sequence[tuple[str, int]], slicing: Slicing, *, std: float = 0.02,
+        bias: bool = True, multiple: int = 1, shared: int = 1, local: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        tp = slicing.tp
+        self.axis, self.gather = (LOCAL, False) if local else (tp, slicing.scattered)
+        weights, biases, rows = [], [], 0
+        for part, out in outputs:
+            first, last = (multiple * n for n in split(out // multiple, tp.size // shared, tp.index // shared))
+            weights.append(matrix(f"{name}.{part}.weight", (out, inputs), 0, (first, last), std, rows * inputs))
+            biases.append(vector(f"{name}.{part}.bias", out, (first, last), offset=rows))
+            rows += last - first
+        same = f"tp/{shared}" if shared > 1 else None
+        self.weight = parameter(ShardSpec(tuple(weights), same, same), (rows, inputs))
+        self.bias = parameter(ShardSpec(tuple(biases), same, same, decay=False), (rows,)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias, self.axis, self.gather)
+
+
+class RowLinear(nn.Module):
+    """A linear layer cut by inputs: x [s b in/t] -> [s b out] (or [s/t b out] when sequences are cut).
+
+    The bias is added once, after the sum; when sequences are cut its gradient is partial.
+    """
+
+    def __init__(
+        self, name: str, inputs: int, outputs: int, slicing: Slicing, *, std: float = 0.02, bias: bool = True,
+        multiple: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.slicing = slicing
+        tp = slicing.tp
+        first, last = (multiple * n for n in split(inputs // multiple, tp.size, tp.index))
+        piece = matrix(f"{name}.weight", (outputs, inputs), 1, (first, last), std)
+        self.weight = parameter(ShardSpec((piece,)), (outputs, last - first))
+        spec = ShardSpec((vector(f"{name}.bias", outputs),), slicing.replicated, slicing.partial, decay=False)
+        self.bias = parameter(spec, (outputs,)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = collectives.scatter_to if self.slicing.scattered else collectives.reduce_from
+        y = total(linear(x, self.weight), self.slicing.tp)
+        return y if self.bias is None else y + self.bias

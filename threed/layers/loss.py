@@ -1,0 +1,36 @@
+"""The end of a language model: final norm, vocabulary projection and loss in one pipeline layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from threed.collectives import split
+from threed.layers.embedding import vocab_table
+from threed.layers.linear import linear
+from threed.layers.slicing import MicroBatch, Slicing
+from threed.ops.cross_entropy import vocab_parallel_cross_entropy
+
+
+class LanguageModelHead(nn.Module):
+    """x [s b h] (or [s/t b h]) -> the micro-batch's weighted loss (a scalar), or logits [s b v/t] without labels.
+
+    weight_name: the global name of the [v h] projection; the word table's name when head and embedding are tied.
+    """
+
+    def __init__(
+        self, name: str, weight_name: str, norm: nn.Module, vocab: int, hidden: int, slicing: Slicing, *, std: float = 0.02
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.slicing, self.norm = slicing, norm
+        self.first, _ = split(vocab, slicing.tp.size, slicing.tp.index)
+        self.weight = vocab_table(weight_name, vocab, hidden, slicing, std)
+
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        logits = linear(self.norm(x), self.weight, None, self.slicing.tp, self.slicing.scattered)
+        if micro.labels is None:
+            return logits
+        losses = vocab_parallel_cross_entropy(logits, micro.labels.t(), self.slicing.tp, self.first)
+        weight = torch.ones((), device=x.device) if micro.weight is None else micro.weight
+        return losses.sum() * weight.to(losses.dtype)

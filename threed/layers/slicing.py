@@ -1,0 +1,98 @@
+"""What every layer is told: how tensors are sliced, and which micro-batch is running."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from threed.topology import Axis, alone
+
+
+@dataclass(frozen=True, eq=False)
+class Slicing:
+    """How layers are sliced: over which axis, whether sequences are too, and the seed of dropout.
+
+    tp: the tensor-parallel axis. sequence: activations between column- and row-parallel layers are cut along the
+    sequence (arXiv 2205.05198, section 4.2.2). kv: the axis of ranks that share a key/value head, see `Attention`.
+    """
+
+    tp: Axis = field(default_factory=alone)
+    sequence: bool = False
+    seed: int = 1234
+
+    @property
+    def scattered(self) -> bool:
+        """Whether activations between blocks are [s/t b h] rather than [s b h]."""
+        return self.sequence and self.tp.size > 1
+
+    def rows(self, length: int) -> tuple[int, int]:
+        """The positions of a sequence of `length` that this rank's activations between blocks hold."""
+        if not self.scattered:
+            return 0, length
+        if length % self.tp.size:
+            raise ValueError(f"sequence length {length} is not a multiple of tp {self.tp.size}: pad the batch to one")
+        part = length // self.tp.size
+        return self.tp.index * part, (self.tp.index + 1) * part
+
+    @property
+    def replicated(self) -> str | None:
+        """The axis that a parameter held whole by every tensor rank is replicated over."""
+        return "tp" if self.tp.size > 1 else None
+
+    @property
+    def partial(self) -> str | None:
+        """The axis that such a parameter's gradient is partial over: each rank saw its part of the sequence only."""
+        return "tp" if self.scattered else None
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """One micro-batch as the layers see it.
+
+    tokens, labels: int64 [b s]; a label below 0 is not counted. samples: int64 [b], global sample indices.
+    weight: what the sum of token losses is multiplied by, 1 / the step's global number of valid tokens (a scalar
+    tensor). step and training rule dropout.
+    """
+
+    tokens: Tensor | None = None
+    labels: Tensor | None = None
+    samples: Tensor | None = None
+    weight: Tensor | None = None
+    step: int = 0
+    training: bool = True
+
+
+class GradSink(Protocol):
+    """Where a parameter's gradient goes, contribution by contribution, as it is made.
+
+    A layer that can write its gradient in place asks `weight.sink`; without one it returns the gradient to autograd.
+    """
+
+    def add(self, grad: Tensor) -> None:
+        """Adds a whole gradient."""
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        """Adds the matrix product a @ b."""
+
+    def add_rows(self, index: Tensor, rows: Tensor) -> None:
+        """Adds rows [n h] at the given row numbers [n]."""
+
+
+def sink_of(weight: Tensor) -> GradSink | None:
+    """The sink of a parameter, if it has one."""
+    return getattr(weight, "sink", None)
+
+
+def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+    """dy^T x [out in] for y = x weight^T: into the parameter's sink (and None), else as a tensor for autograd."""
+    if not weight.requires_grad:
+        return None
+    a, b = dy.flatten(0, -2).t(), x.flatten(0, -2)
+    sink = sink_of(weight)
+    if sink is None:
+        return torch.mm(a, b)
+    sink.add_product(a, b)
+    return None

@@ -1,0 +1,100 @@
+"""Monitor: everything a run tells its people, behind one object that every rank holds and only rank 0 lets speak.
+
+    with Monitor(run_dir, total_steps=200, start_step=0, main=rank == 0, wandb="auto", config=config) as monitor:
+        monitor.log(step, {"train/loss": 2.31, "train/lr": 1e-3})      # metrics.jsonl, wandb and the progress line
+        monitor.note("checkpoint saved: runs/demo/checkpoints/step-40")
+    figures.report(run_dir)
+
+On other ranks the same calls do nothing. Beside it stand, for every rank: `Heartbeat` (who hangs), `Throughput` (perf/
+metrics), `process` (die with the launcher, peak memory) and, for rank 0, `figures` (loss.svg, memory.svg). Values are
+plain Python numbers: this room imports no torch and knows neither engine nor model. Failures to write or to send are
+said once and never stop a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from threed.monitor.heartbeat import Heartbeat
+from threed.monitor.meter import Throughput
+from threed.monitor.metrics import MetricsFile
+from threed.monitor.progress import Progress
+from threed.monitor.wandb_log import WandbRun
+
+__all__ = ["Heartbeat", "MetricsFile", "Monitor", "Progress", "Throughput", "WandbRun"]
+
+
+class Monitor:
+    """metrics.jsonl, wandb and progress of one run; the metrics of steps after `start_step` are dropped first.
+
+    `wandb` is auto, off, offline or online; `name` defaults to the folder's name; `run_id` is the wandb run to go on
+    with, from the checkpoint. `start_step` is the number of steps already done: 0 for a new run, which therefore clears
+    an old metrics.jsonl.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        total_steps: int,
+        start_step: int,
+        main: bool,
+        *,
+        wandb: str = "auto",
+        project: str = "threed",
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        self._dir = Path(run_dir)
+        self._write_failed = False
+        self._file = MetricsFile(self._dir / "metrics.jsonl") if main else None
+        if self._file is not None:
+            self._file.truncate_after(start_step)
+        label = name or self._dir.resolve().name
+        mode = wandb if main else "off"
+        self._progress = Progress(total_steps, start_step, enabled=main)
+        self._wandb = WandbRun(mode, project, label, self._dir, config or {}, run_id, note=self.note)
+
+    @property
+    def run_id(self) -> str | None:
+        """The wandb run id to keep in checkpoints; None if there was never one."""
+        return self._wandb.run_id
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar; for the steps between two logged ones."""
+        self._progress.advance(step)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record one step's metrics, with keys such as `train/loss`; values are plain numbers."""
+        self._append({"step": step, **metrics})
+        self._wandb.log(step, metrics)
+        self._progress.log(step, metrics)
+
+    def note(self, text: str) -> None:
+        """Print a line for people, above the bar."""
+        self._progress.note(text)
+
+    def close(self, failed: bool = False) -> None:
+        """Upload figures, if drawn by now, end the wandb run, close the file and the bar; closing twice is allowed."""
+        self._wandb.close(figures=self._dir / "figures", failed=failed)
+        self._progress.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.append(row)
+        except OSError as error:
+            if not self._write_failed:
+                self.note(f"metrics: {self._file.path} cannot be written ({error.strerror}); training goes on.")
+            self._write_failed = True
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close(failed=kind is not None)

@@ -1,0 +1,216 @@
+"""The run's pictures: loss.svg (loss over steps) and memory.svg (bytes per rank, predicted beside measured).
+
+    save_figure_data(run_dir, uniform_entropy=5.55, unigram_entropy=3.26, memory=ranks)     # once, by rank 0
+    report(run_dir)                                                                         # draws what it has data for
+
+`report` reads nothing but metrics.jsonl and figures/data.json, so pictures can be drawn again long after the run. The
+two figure functions also stand alone; the ending of `out` picks the format (.svg, .png, .pdf). They need matplotlib:
+without it they say so, return False, and training does not notice. The same data give the same SVG, byte for byte.
+
+`memory` is a list with one record a rank, in bytes:
+    {"rank": 1, "label": "pp0 dp0 tp1", "measured": peak, "baseline": peak before the model was built,
+     "predicted": {"parameters", "gradients", "optimizer", "activations", "buffers"}}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from threed.monitor import metrics
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+
+# Okabe and Ito's palette, made for every kind of colour vision (https://jfly.uni-koeln.de/color/).
+_BLUE, _ORANGE, _GREEN, _SKY, _YELLOW, _GREY = "#0072B2", "#D55E00", "#009E73", "#56B4E9", "#E69F00", "#777777"
+_PART_COLOURS = dict(zip(PARTS, (_BLUE, _SKY, _GREEN, _YELLOW, _ORANGE), strict=True))
+_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "threed",  # element ids from the content, not from a random number
+    "svg.fonttype": "none",  # text stays text: small files that can be searched
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+}
+
+Row = Mapping[str, Any]
+Note = Callable[[str], None]
+
+
+def loss_figure(
+    rows: Sequence[Row],
+    out: str | Path,
+    uniform_entropy: float | None = None,
+    unigram_entropy: float | None = None,
+    note: Note = print,
+) -> bool:
+    """Training and validation loss over steps (nats per token), with the entropies to beat as horizontal lines.
+
+    `rows` are those of metrics.jsonl. Returns whether the picture was drawn: False without matplotlib or without any
+    finite loss.
+    """
+    train, val = _series(rows, "train/loss"), _series(rows, "val/loss")
+    losses = [loss for _, loss in train + val if math.isfinite(loss)]
+    if not losses:
+        note("loss figure: no loss in metrics.jsonl yet")
+        return False
+    levels = [("uniform entropy", uniform_entropy), ("unigram entropy", unigram_entropy)]
+    lines = [(text, value) for text, value in levels if value is not None]
+
+    def draw(axes: Any) -> None:
+        _line(axes, train, color=_BLUE, label="train", marker="." if len(train) < 20 else None)
+        _line(axes, val, color=_ORANGE, label="validation", marker="o", markersize=4)
+        _levels(axes, lines)
+        axes.set(xlabel="step", ylabel="loss (nats per token)")
+        axes.set_ylim(0, 1.06 * max(losses + [value for _, value in lines]))
+        axes.margins(x=0.02)
+        axes.locator_params(axis="x", integer=True)
+        axes.legend(loc="lower left", frameon=False, ncols=2)
+
+    return _figure(draw, out, (7.2, 4.0), note)
+
+
+def _line(axes: Any, points: Sequence[tuple[int, float]], **style: Any) -> None:
+    if points:
+        axes.plot(*zip(*points, strict=True), linewidth=1.2, **style)
+
+
+def _series(rows: Iterable[Row], key: str) -> list[tuple[int, float]]:
+    return [(row["step"], row[key]) for row in rows if row.get(key) is not None and "step" in row]
+
+
+def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
+    """Horizontal lines, each with its name and value written on it at the right."""
+    for text, value in lines:
+        axes.axhline(value, color=_GREY, linewidth=1, linestyle="--")
+        right = axes.get_yaxis_transform()  # x in fractions of the axes, y in data
+        axes.text(1, value, f"{text} {value:.2f}", transform=right, ha="right", va="bottom", color=_GREY, fontsize=9)
+
+
+def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> bool:
+    """Per rank, the predicted bytes stacked by what they hold, beside the measured peak above the baseline.
+
+    The baseline (Python, torch and the communication libraries, before the model was built) is subtracted from the
+    measured peak and named below the axis, because no prediction of tensors covers it. Returns whether the picture was
+    drawn.
+    """
+    if not ranks:
+        note("memory figure: no ranks were recorded")
+        return False
+    unit, name = _unit(max(max(_predicted(rank), _grown(rank)) for rank in ranks))
+
+    def draw(axes: Any) -> None:
+        _stacks(axes, ranks, unit)
+        right, grown = [i + 0.2 for i in range(len(ranks))], [_grown(rank) / unit for rank in ranks]
+        axes.bar(right, grown, 0.36, color="#bbbbbb", hatch="///", edgecolor="white", linewidth=0, label="measured")
+        _rank_ticks(axes, ranks)
+        axes.set_ylabel(f"{name} per rank")
+        before = f"{_baseline(ranks)}, the process before the model was built"
+        axes.set_xlabel(f"colours: predicted; grey: measured peak above {before}", color=_GREY, fontsize=9)
+        axes.grid(axis="y")
+        axes.figure.legend(loc="outside upper left", frameon=False, ncols=6, fontsize=9, columnspacing=1.4)
+
+    return _figure(draw, out, (min(max(7.2, 1.5 + 0.75 * len(ranks)), 20), 4.4), note)
+
+
+def _stacks(axes: Any, ranks: Sequence[Row], unit: float) -> None:
+    bottom = [0.0] * len(ranks)
+    for part in PARTS:
+        heights = [rank["predicted"].get(part, 0) / unit for rank in ranks]
+        if any(heights):
+            where = [i - 0.2 for i in range(len(ranks))]
+            axes.bar(where, heights, 0.36, bottom=bottom, color=_PART_COLOURS[part], label=part)
+        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+
+
+def _rank_ticks(axes: Any, ranks: Sequence[Row]) -> None:
+    every = math.ceil(len(ranks) / 32)  # more names than that cannot be read side by side
+    shown = range(0, len(ranks), every)
+    labels = [ranks[i].get("label", "") for i in shown]
+    if 6 < len(ranks) <= 16:  # narrow: one axis a line
+        labels = [label.replace(" ", "\n") for label in labels]
+    names = [f"rank {ranks[i]['rank']}\n{label}" for i, label in zip(shown, labels, strict=True)]
+    axes.set_xticks(list(shown), names, fontsize=8, rotation=90 if len(ranks) > 16 else 0)
+    axes.set_xlim(-0.6, len(ranks) - 0.4)
+
+
+def _predicted(rank: Row) -> float:
+    return float(sum(rank["predicted"].get(part, 0) for part in PARTS))
+
+
+def _grown(rank: Row) -> float:
+    return float(max(rank["measured"] - rank["baseline"], 0))
+
+
+def _baseline(ranks: Sequence[Row]) -> str:
+    low, high = min(rank["baseline"] for rank in ranks), max(rank["baseline"] for rank in ranks)
+    unit, name = _unit(high)
+    text = f"{low / unit:.0f}" if high < 1.02 * low + 1 else f"{low / unit:.0f} to {high / unit:.0f}"
+    return f"{text} {name}"
+
+
+def _unit(largest: float) -> tuple[float, str]:
+    exponent = 3 if largest >= 10 * 2**30 else 2 if largest >= 2 * 2**20 else 1
+    return 1024.0**exponent, ("KiB", "MiB", "GiB")[exponent - 1]
+
+
+def _figure(draw: Callable[[Any], None], out: str | Path, size: tuple[float, float], note: Note) -> bool:
+    """Draw on one pair of axes and save; without pyplot, so no window system and no global state is touched."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        note(f"{Path(out).name} was not drawn: it needs matplotlib. pip install matplotlib, then: threed report RUN")
+        return False
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure.subplots())
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        dateless = {"Date": None} if Path(out).suffix == ".svg" else None
+        figure.savefig(out, dpi=150, metadata=dateless)
+    return True
+
+
+def save_figure_data(run_dir: str | Path, **data: Any) -> Path:
+    """Keep what figures need beyond metrics.jsonl, in <run_dir>/figures/data.json; names already there are replaced.
+
+    Names read by `report`: uniform_entropy, unigram_entropy (nats per token), memory (see above). Values must be plain
+    JSON.
+    """
+    path = Path(run_dir) / "figures" / "data.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(load_figure_data(run_dir) | data, indent=1, allow_nan=False)
+    temporary = path.with_name("data.json.tmp")
+    temporary.write_text(text + "\n")
+    os.replace(temporary, path)
+    return path
+
+
+def load_figure_data(run_dir: str | Path) -> dict[str, Any]:
+    """What save_figure_data kept, or an empty dict."""
+    path = Path(run_dir) / "figures" / "data.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def report(run_dir: str | Path, note: Note = print) -> list[Path]:
+    """Draw the figures of a run folder again from its files; returns the paths of those drawn.
+
+    Raises FileNotFoundError if `run_dir` holds no metrics.jsonl, and ValueError if that file is damaged.
+    """
+    folder = Path(run_dir)
+    source = folder / "metrics.jsonl"
+    if not source.exists():
+        raise FileNotFoundError(f"{folder} is no run folder: it has no metrics.jsonl")
+    rows, data = metrics.read(source), load_figure_data(folder)
+    loss, memory = folder / "figures" / "loss.svg", folder / "figures" / "memory.svg"
+    drawn = []
+    if loss_figure(rows, loss, data.get("uniform_entropy"), data.get("unigram_entropy"), note):
+        drawn.append(loss)
+    if data.get("memory") and memory_figure(data["memory"], memory, note):
+        drawn.append(memory)
+    return drawn

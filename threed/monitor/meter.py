@@ -1,0 +1,100 @@
+"""Throughput: from tokens and seconds to the `perf/` metrics.
+
+    meter = Throughput(flops_per_token=6 * parameters, world_size=8, device_name="NVIDIA H200", dtype="bf16")
+    meter.add(tokens=524_288, step_s=0.83, data_s=0.01)        # every step
+    metrics |= meter.take()                                    # every logged step: averages since the last take
+
+`flops_per_token` is the model's own work, forward and backward (about 6 per parameter, plus attention), without what
+recompute adds: MFU in the sense of PaLM (Chowdhery et al. 2022, appendix B). MFU is given only where the peak of the
+device is known, so never on a CPU, and only for the data type the peak belongs to.
+"""
+
+from __future__ import annotations
+
+import re
+
+PHASES = ("data_s", "fwd_bwd_s", "dp_comm_s", "optim_s", "ckpt_s")
+
+# Dense bf16 tensor-core peak in TFLOP/s, by the name torch.cuda.get_device_name gives; the first match counts. From the
+# makers' data sheets. NVIDIA's mostly state the figure "with sparsity": that is twice the dense one.
+_PEAKS: tuple[tuple[str, float], ...] = (
+    (r"\bGB200\b", 2500.0),  # GB200 NVL72 data sheet: 360 PFLOP/s sparse for 72 GPUs
+    (r"\bB200\b", 2250.0),  # HGX B200 data sheet: 36 PFLOP/s sparse for 8 GPUs
+    (r"\bGH200\b", 989.0),  # GH200 data sheet: 1,979 sparse
+    (r"\bH200 NVL\b", 835.0),  # H200 data sheet, NVL column: 1,671 sparse
+    (r"\bH200\b", 989.0),  # H200 data sheet, SXM column: 1,979 sparse
+    (r"\bH100 NVL\b", 835.0),  # H100 data sheet, NVL column: 1,671 sparse
+    (r"\bH100 PCIe\b", 756.0),  # H100 data sheet, PCIe column: 1,513 sparse
+    (r"\bH100\b.*\bHBM3\b", 989.0),  # H100 data sheet, SXM column: 1,979 sparse; the SXM board's name ends in "HBM3"
+    (r"\bH800\b(?! PCIe)", 989.0),  # an H100 SXM with slower NVLink and fp64
+    (r"\bA[18]00\b", 312.0),  # A100 data sheet, every form; the A800 differs in NVLink only
+    (r"\bA30\b", 165.0),  # A30 data sheet
+    (r"\bA10\b", 125.0),  # A10 data sheet
+    (r"\bL40S\b", 362.0),  # L40S data sheet: 362.05 dense
+    (r"\bL40\b", 181.0),  # L40 data sheet: 181.05 dense
+    (r"\bL4\b", 121.0),  # L4 data sheet: 242 sparse
+    (r"\bMI300X\b", 1307.4),  # AMD Instinct MI300X data sheet: dense
+)
+
+
+def peak_tflops(device_name: str | None, dtype: str = "bf16") -> float | None:
+    """Dense peak of a device in TFLOP/s for `dtype` (bf16 and fp16 share it); None if unknown.
+
+    A MIG slice has a share of its GPU's peak that the name does not state: unknown. So is fp32, which may or may not
+    use TF32.
+    """
+    if not device_name or dtype not in ("bf16", "fp16") or "MIG" in device_name:
+        return None
+    return next((peak for pattern, peak in _PEAKS if re.search(pattern, device_name)), None)
+
+
+def perf(
+    tokens: int, seconds: float, flops_per_token: float, world_size: int, peak: float | None = None
+) -> dict[str, float]:
+    """The perf/ rates of `tokens` over all devices in `seconds`; `peak`: one device's TFLOP/s; mfu: a fraction."""
+    rate = tokens / seconds
+    tflops = rate * flops_per_token / world_size / 1e12
+    rates = {
+        "perf/tokens_per_s": rate,
+        "perf/tokens_per_s_per_device": rate / world_size,
+        "perf/tflops_per_device": tflops,
+    }
+    return rates if peak is None else {**rates, "perf/mfu": tflops / peak}
+
+
+class Throughput:
+    """Adds up steps and gives their average rates and times, then starts anew."""
+
+    def __init__(
+        self, flops_per_token: float, world_size: int, device_name: str | None = None, dtype: str = "fp32"
+    ) -> None:
+        self._flops_per_token = flops_per_token
+        self._world_size = world_size
+        self._peak = peak_tflops(device_name, dtype)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tokens = self._steps = 0
+        self._seconds = 0.0
+        self._phases: dict[str, float] = {}
+
+    def add(self, tokens: int, step_s: float, **phases: float) -> None:
+        """Count one step of `tokens` over all devices; `phases` are seconds within it, named as in PHASES."""
+        unknown = set(phases) - set(PHASES)
+        if unknown:
+            raise ValueError(f"unknown phase {', '.join(sorted(unknown))}; choose from {', '.join(PHASES)}")
+        self._tokens += tokens
+        self._steps += 1
+        self._seconds += step_s
+        for name, seconds in phases.items():
+            self._phases[name] = self._phases.get(name, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """The perf/ metrics since the last take, times as means per step; empty if there was no step."""
+        if not self._steps or self._seconds <= 0:
+            return {}
+        rates = perf(self._tokens, self._seconds, self._flops_per_token, self._world_size, self._peak)
+        times = {"step_s": self._seconds, **self._phases}
+        rates.update({f"perf/{name}": seconds / self._steps for name, seconds in times.items()})
+        self._clear()
+        return rates

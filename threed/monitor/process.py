@@ -1,0 +1,78 @@
+"""What the operating system knows about this process: its parent, its peak memory, the bytes sent over loopback.
+
+    die_with_parent()                    # first thing in every rank: no rank outlives a killed launcher
+    reset_peak_rss(); baseline = peak_rss_bytes()
+    ...
+    print(peak_rss_bytes() - baseline, loopback_bytes())
+
+Linux tells all of it through prctl and /proc. Elsewhere each function says so in its return value; none raises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent(parent: int | None = None) -> bool:
+    """Ask the kernel to kill this process when its parent dies; returns whether that is arranged (False off Linux).
+
+    The signal is SIGKILL. A rank whose launcher is gone usually sits in a collective, inside C++, where Python never
+    gets to run a SIGTERM handler; and the handler would try to save together with ranks that are dying too. Checkpoints
+    appear by one rename, so a kill at any moment leaves the last whole one.
+
+    The parent may have died before the request was in place; its pid then is no longer our parent's, and this process
+    ends at once. Pass `parent` (the pid that forked us) where it is known: that covers a death before this call as
+    well. The kernel counts the *thread* that forked as the parent, so launchers must fork from a thread that lives on
+    (prctl(2), PR_SET_PDEATHSIG).
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    expected = os.getppid() if parent is None else parent
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0) != 0:
+        return False
+    if os.getppid() != expected:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return True
+
+
+def peak_rss_bytes() -> int:
+    """The largest resident set of this process in bytes, since its start or the last `reset_peak_rss`."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere: getrusage(2)
+
+
+def reset_peak_rss() -> bool:
+    """Set the peak back to the present resident set; returns False where the system cannot (proc(5), clear_refs)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def loopback_bytes() -> int | None:
+    """Bytes sent over the loopback interface since boot, by all processes, headers included; None off Linux."""
+    try:
+        lines = Path("/proc/net/dev").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[8])  # eight receive columns come first
+    return None

@@ -1,0 +1,153 @@
+"""Weights & Biases on rank 0: the same numbers as metrics.jsonl, on a dashboard; never a reason for training to stop.
+
+    run = WandbRun("auto", project="threed", name="demo", directory="runs/demo", config=config, run_id=None)
+    run.log(step, {"train/loss": 2.31})
+    checkpoint["wandb_run_id"] = run.run_id            # give it back as run_id= on resume
+    run.close(figures="runs/demo/figures")
+
+Modes: `off` · `offline` (files under <directory>/wandb, uploaded later with `wandb sync`) · `online` · `auto`: what the
+environment variable WANDB_MODE says, else online if wandb finds an API key (its variable, settings, netrc), else offline.
+
+- wandb is imported only here and only when wanted. A missing package, a missing key or any failure later costs one
+  message; from then on this object does nothing. metrics.jsonl stays the record.
+- `step` is logged as a metric of its own and made the x axis: wandb drops rows whose own step counter goes backwards,
+  which is what happens when a resumed run repeats steps (wandb/wandb issue 4482).
+- No secret is sent: the environment is never read into the config, and config values under names such as `api_key`,
+  `token`, `secret` or `password` are replaced.
+
+Phases: choose a mode · init with `resume="allow"` · log · upload figures · finish.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+MODES = ("auto", "off", "offline", "online")
+_SECRET_WORDS = {"key", "apikey", "token", "secret", "password", "credentials"}
+
+
+class WandbRun:
+    """One wandb run, or nothing with the same methods; raises ValueError for an unknown mode and nothing else."""
+
+    def __init__(
+        self,
+        mode: str,
+        project: str,
+        name: str,
+        directory: str | Path,
+        config: Mapping[str, Any],
+        run_id: str | None = None,
+        note: Callable[[str], None] = print,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"unknown wandb mode {mode!r}; choose one of {', '.join(MODES)}")
+        self.run_id = run_id  # kept even when wandb is off, so that a session without it does not break the thread
+        self._note = note
+        self._run: Any = None
+        self._step = 0
+        if mode != "off":
+            settings = {"project": project, "name": name, "dir": str(directory), "config": redact(config), "id": run_id}
+            self._try("start", lambda: self._start(mode, settings))
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Send one row, with `step` as a metric of its own."""
+        self._step = step
+        if self._run is not None:
+            self._try("log", lambda: self._run.log({"step": step, **metrics}))
+
+    def close(self, figures: str | Path | None = None, failed: bool = False) -> None:
+        """Upload the SVG files of the folder `figures`, if any, and end the run; closing twice is allowed."""
+        if self._run is None:
+            return
+        if figures is not None:
+            self._try("upload of figures", lambda: self._upload(Path(figures)))
+        if self._run is not None:
+            self._try("finish", lambda: self._run.finish(exit_code=int(failed)))
+        self._run = None
+
+    def _start(self, mode: str, settings: dict[str, Any]) -> None:
+        wandb = _import()
+        chosen = _choose(mode, wandb)
+        if chosen == "disabled":
+            return
+        Path(settings["dir"]).mkdir(parents=True, exist_ok=True)
+        # silent: rank 0's terminal belongs to the progress bar, and _greeting says what matters. The other ranks wait
+        # while wandb looks for its server, so not for the default 90 s.
+        options = wandb.Settings(silent=True, init_timeout=30)
+        self._run = wandb.init(mode=chosen, resume="allow", settings=options, **settings)
+        self._run.define_metric("*", step_metric="step")
+        self.run_id = self._run.id
+        self._note(_greeting(self._run, chosen))
+
+    def _upload(self, folder: Path) -> None:
+        html = importlib.import_module("wandb").Html
+        pages = {f"figures/{file.stem}": html(file.read_text(), inject=False) for file in sorted(folder.glob("*.svg"))}
+        if pages:
+            self._run.log({"step": self._step, **pages})
+
+    def _try(self, what: str, action: Callable[[], None]) -> None:
+        """Run `action`; whatever goes wrong in wandb ends wandb, not training."""
+        try:
+            action()
+        except Exception as error:
+            self._run = None
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            self._note(f"wandb: {what} failed ({reason}). Training goes on without it; metrics.jsonl has every number.")
+
+
+def redact(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a nested config whose secrets are replaced by `<redacted>`, told by whole words of their names."""
+
+    def clean(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return redact(value)
+        secret = _SECRET_WORDS & set(re.split(r"[^a-z]+", name.lower()))
+        return "<redacted>" if secret and value is not None else value
+
+    return {str(name): clean(str(name), value) for name, value in config.items()}
+
+
+def _import() -> ModuleType:
+    try:
+        wandb = importlib.import_module("wandb")
+    except ImportError as error:
+        raise RuntimeError("the package is not installed: pip install wandb, or set --log.wandb off") from error
+    # A run folder called wandb/ in the working directory imports as an empty namespace package.
+    if not hasattr(wandb, "init"):
+        raise RuntimeError("the package is not installed (`import wandb` found only a folder): pip install wandb")
+    return wandb
+
+
+def _choose(mode: str, wandb: ModuleType) -> str:
+    """The mode handed to wandb.init: online, offline or disabled."""
+    if mode == "offline":
+        return mode
+    if mode == "auto":
+        wanted = os.environ.get("WANDB_MODE", "")
+        if wanted in ("online", "offline", "disabled"):
+            return wanted
+        return "online" if _has_key(wandb) else "offline"
+    if not _has_key(wandb):  # wandb itself would stop and ask, with all other ranks waiting
+        raise RuntimeError("no API key: set WANDB_API_KEY, run `wandb login`, or use --log.wandb offline")
+    return "online"
+
+
+def _has_key(wandb: ModuleType) -> bool:
+    """Whether wandb's own lookup finds an API key; never prompts."""
+    try:
+        return bool(wandb.login(prompt=False, verify=False))
+    except TypeError:  # wandb before `prompt` came to login(): the older public way
+        return bool(wandb.api.api_key)
+
+
+def _greeting(run: Any, mode: str) -> str:
+    if mode == "online":
+        return f"wandb: {run.url}"
+    folder = Path(run.dir).parent  # run.dir is <run folder>/files
+    return f"wandb: offline, nothing is sent. To upload later: wandb sync {folder}"

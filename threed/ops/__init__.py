@@ -1,0 +1,1 @@
+"""Operators: a readable reference each, and the fast path where there is one."""

@@ -1,0 +1,63 @@
+"""AdamW (arXiv 1711.05101) on a flat slice: a plain reference, and the fused kernel that torch ships.
+
+All scalars that change (learning rate, step, clip factor, skip flag) are tensors, so that a step reads nothing on the
+host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Adam:
+    """The constants of the update."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """What changes from step to step, as scalar tensors.
+
+    lr: learning rate. step: this update's number, from 1. scale: what the gradient is multiplied by (clipping).
+    skip: 1.0 where the update must not happen (a gradient that is not finite), else 0.0.
+    """
+
+    lr: Tensor
+    step: Tensor
+    scale: Tensor
+    skip: Tensor
+
+
+def reference(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: Moment, adam: Adam, decay: float) -> None:
+    """One update of p, m and v [n] in place from the gradient g [n], by the formulas of the paper."""
+    g = g.to(p.dtype) * now.scale.to(p.dtype)
+    lr, t = now.lr.to(p.dtype), now.step.double()
+    m2 = adam.beta1 * m + (1 - adam.beta1) * g
+    v2 = adam.beta2 * v + (1 - adam.beta2) * g * g
+    denominator = (v2 / (1 - adam.beta2**t).to(p.dtype)).sqrt() + adam.eps
+    p2 = p * (1 - lr * decay) - lr * (m2 / (1 - adam.beta1**t).to(p.dtype)) / denominator
+    go = now.skip == 0
+    for old, new in ((p, p2), (m, m2), (v, v2)):
+        old.copy_(torch.where(go, new, old))
+
+
+def adamw_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: Moment, adam: Adam, decay: float) -> None:
+    """The same update by torch's fused kernel: one pass over p, m, v [n] (fp32 or fp64) and g [n] (used up)."""
+    if g.dtype != p.dtype:
+        g = g.to(p.dtype)
+    scale: Tensor | None = None
+    if p.dtype == torch.float32:
+        scale = now.scale.float().reciprocal()  # the kernel divides; it reads the scale as fp32, whatever p is
+    else:
+        g.mul_(now.scale.to(p.dtype))
+    torch._fused_adamw_(
+        [p], [g], [m], [v], [], [now.step.float()], lr=now.lr, beta1=adam.beta1, beta2=adam.beta2, weight_decay=decay,
+        eps=adam.eps, amsgrad=False, maximize=False, grad_scale=scale, found_inf=now.skip.float(),
+    )  # fmt: skip

@@ -1,0 +1,73 @@
+"""Cross entropy over a vocabulary that is cut over ranks; the logits are never gathered.
+
+Each rank finds its shard's maximum, its sum of exponentials and the target's logit if it holds it; one all-gather of
+these three numbers per token replaces the logits (Megatron-LM, arXiv 1909.08053, section 3, sends two and the maximum
+first). The logits' memory becomes the exponentials and then the gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from threed import collectives
+from threed.topology import Axis
+
+IGNORE = -100
+
+
+def reference(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss of every token, fp32 or fp64 [...], from whole logits [... v]; targets below 0 cost nothing."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    flat = F.cross_entropy(logits.flatten(0, -2), targets.clamp(min=-1).flatten(), reduction="none", ignore_index=-1)
+    return flat.view_as(targets)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, first: int) -> Tensor:
+        scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+        local = targets - first
+        held = (local >= 0) & (local < scores.shape[-1]) & (targets >= 0)
+        local = local.masked_fill(~held, 0).unsqueeze(-1)
+        top, total, hit = _shard_numbers(scores, local, held)
+        rows = collectives.all_gather(torch.stack((top, total, hit)).unsqueeze(0), axis)  # [t 3 ...]
+        peak = rows[:, 0].amax(0)
+        whole = (rows[:, 1] * torch.exp(rows[:, 0] - peak)).sum(0)
+        loss = torch.where(targets >= 0, peak + whole.log() - rows[:, 2].sum(0), 0.0)
+        ctx.save_for_backward(scores, local, held, torch.exp(top - peak) / whole, targets)
+        ctx.dtype = logits.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:
+        scores, local, held, scale, targets = ctx.saved_tensors
+        dloss = torch.where(targets >= 0, dloss, 0.0)
+        grad = scores.mul_((scale * dloss).unsqueeze(-1))  # exponentials -> softmax, times the loss's gradient
+        if grad.shape[-1]:
+            grad.scatter_add_(-1, local, -(dloss * held).unsqueeze(-1))
+        return grad.to(ctx.dtype), None, None, None
+
+
+def _shard_numbers(scores: Tensor, local: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Maximum, sum of exponentials and target logit (0 if elsewhere) of a shard; `scores` become exponentials."""
+    if scores.shape[-1] == 0:
+        zero = scores.new_zeros(held.shape)
+        return zero - torch.inf, zero, zero
+    hit = scores.gather(-1, local).squeeze(-1) * held
+    top = scores.amax(-1)
+    total = scores.sub_(top.unsqueeze(-1)).exp_().sum(-1)
+    return top, total, hit
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, axis: Axis, first: int) -> Tensor:
+    """The loss of every token [...], fp32 (fp64 for fp64 logits), the same on every rank of the axis.
+
+    logits: [... v/t], whose memory is used up (fp32 and fp64; a narrower type is copied). targets: int64 [...], global
+    ids; those below 0 cost nothing. first: the global id of the shard's first column.
+    """
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, axis, first)
+    return loss

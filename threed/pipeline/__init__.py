@@ -1,0 +1,1 @@
+"""The pipeline: stages of layers, and an executor that walks a rank's plan."""

@@ -1,0 +1,44 @@
+"""What a training run will cost before it starts: bytes, FLOPs and communication per rank, and how to cut the layers.
+
+costs  = transformer_costs(Decoder(...), layers=24)            one LayerCost for each pipeline layer
+stages = balanced([cost.flops for cost in costs], stages=4)    ranges of layers
+rank_bytes(costs[stages[0].start : stages[0].stop], ...)       memory of a rank
+communication_bytes(...)                                       what it sends in a step
+"""
+
+from __future__ import annotations
+
+from threed.planner.communication import communication_bytes, data_parallel_bytes
+from threed.planner.costs import (
+    Decoder,
+    LayerCost,
+    block_cost,
+    embedding_cost,
+    fully_recomputed,
+    head_cost,
+    stage_parameters,
+    train_flops_per_token,
+    transformer_costs,
+)
+from threed.planner.memory import optimizer_bytes, rank_bytes, regime
+from threed.planner.partition import balanced, explicit, uniform
+
+__all__ = [
+    "Decoder",
+    "LayerCost",
+    "balanced",
+    "block_cost",
+    "communication_bytes",
+    "data_parallel_bytes",
+    "embedding_cost",
+    "explicit",
+    "fully_recomputed",
+    "head_cost",
+    "optimizer_bytes",
+    "rank_bytes",
+    "regime",
+    "stage_parameters",
+    "train_flops_per_token",
+    "transformer_costs",
+    "uniform",
+]

@@ -1,0 +1,306 @@
+"""What every layer of a decoder costs one tensor rank: parameters, FLOPs, activation bytes, communication.
+
+Use: `transformer_costs(Decoder(hidden=4096, heads=32, ffn=16384, vocab=50304, seq=2048), layers=32)` gives a
+`LayerCost` for the embedding, each block, and the head. partition.py cuts such a list into stages, memory.py and
+communication.py add it up.
+
+Phases: the record, the decoder's dimensions, embedding, block (attention and feed-forward halves), head, and what
+follows from them. Counted are matmuls at 2mnk FLOPs, attention over the full s x s square (no causal discount, as in
+PaLM, arXiv 2204.02311, appendix B); norms, activation functions and softmax are not. Activation bytes are what
+autograd keeps for the backward of this code's layers, where attention keeps its inputs, its output and one number per
+row, never the s x s scores. Letters: b micro-batch, s sequence, h hidden, a heads, k kv heads, d head size, f
+feed-forward, v vocabulary, t tensor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from threed.planner import ring
+
+INDEX_BYTES = 8  # token ids are int64
+MASK_BYTES = 1  # booleans: dropout, tokens held by a vocabulary shard
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one pipeline layer costs one tensor rank; per micro-batch, except what concerns parameters.
+
+    activation_bytes: kept from forward to backward. working_bytes: held only while the layer's backward runs (an
+    estimate). output_bytes: what is handed to the next layer. tp_bytes: sent to the other tensor ranks in forward and
+    backward. partial_elements: gradients to be summed over tensor ranks once a step, as elements this rank sends.
+    tied_parameters: those of `parameters` that are one tensor wherever layers with such parameters share a stage.
+    """
+
+    name: str
+    parameters: int
+    flops_forward: int
+    flops_backward: int
+    activation_bytes: int
+    output_bytes: int
+    working_bytes: int = 0
+    tp_bytes: int = 0
+    partial_elements: int = 0
+    tied_parameters: int = 0
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of forward and backward."""
+        return self.flops_forward + self.flops_backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """The dimensions of a decoder-only transformer as one tensor rank sees it.
+
+    element_bytes: of the compute dtype. positions: how many learned ones (0: rotary or none). tensor, tensor_rank: t
+    and which of them; the vocabulary and f need not be divisible by t. sequence: between matmuls each tensor rank
+    holds s/t positions. fused_norm: RMSNorm keeps its input only; torch's composed one also keeps the normalised
+    input, both at least in fp32. Raises ValueError where heads or sequence cannot be cut t ways.
+    """
+
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    seq: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    micro_batch: int = 1
+    tensor: int = 1
+    tensor_rank: int = 0
+    sequence: bool = False
+    gated: bool = False
+    norm: str = "layernorm"
+    fused_norm: bool = False
+    qk_norm: bool = False
+    rotary: bool = False
+    positions: int = 0
+    bias: bool = True
+    dropout: bool = False
+    tied: bool = True
+    element_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        k, t = self.kv_heads or self.heads, self.tensor
+        if self.norm not in ("layernorm", "rmsnorm"):
+            raise ValueError(f"norm is {self.norm!r}: it is 'layernorm' or 'rmsnorm'")
+        if self.heads % t or (k % t and t % k):
+            raise ValueError(f"{self.heads} heads and {k} kv heads cannot be cut over {t} tensor ranks")
+        if self.scattered and self.seq % t:
+            raise ValueError(f"a sequence of {self.seq} cannot be cut over {t} tensor ranks")
+
+    @property
+    def scattered(self) -> bool:
+        """Whether activations between blocks are [s/t b h]."""
+        return self.sequence and self.tensor > 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.seq * self.micro_batch
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of which this rank holds the activations between blocks."""
+        return self.tokens // self.tensor if self.scattered else self.tokens
+
+    @property
+    def head_size(self) -> int:
+        """d."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Features of this rank's query heads, a/t * d."""
+        return self.heads // self.tensor * self.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """Features of this rank's key heads, k/t * d; with fewer kv heads than ranks each holds one."""
+        return max((self.kv_heads or self.heads) // self.tensor, 1) * self.head_size
+
+    @property
+    def kv_sharers(self) -> int:
+        """How many tensor ranks hold the same kv head."""
+        return max(self.tensor // (self.kv_heads or self.heads), 1)
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of the numbers that are never narrower than fp32: statistics, and what softmax works in."""
+        return max(self.element_bytes, 4)
+
+    def share(self, size: int) -> int:
+        """This rank's part of `size`, cut over the tensor ranks as evenly as can be."""
+        return size * (self.tensor_rank + 1) // self.tensor - size * self.tensor_rank // self.tensor
+
+
+def transformer_costs(dims: Decoder, layers: int) -> list[LayerCost]:
+    """Costs of the model's pipeline layers in order: embedding, `layers` blocks, head."""
+    block = block_cost(dims)
+    blocks = [replace(block, name=f"blocks.{index}") for index in range(layers)]
+    return [embedding_cost(dims), *blocks, head_cost(dims)]
+
+
+def embedding_cost(dims: Decoder) -> LayerCost:
+    """Word vectors, cut by vocabulary, and learned positions, if any; a look-up has no FLOPs."""
+    output = _hidden_bytes(dims, dims.local_tokens)
+    words, positions = dims.share(dims.vocab) * dims.hidden, dims.positions * dims.hidden
+    return LayerCost(
+        name="embedding",
+        parameters=words + positions,
+        flops_forward=0,
+        flops_backward=0,
+        activation_bytes=dims.tokens * (INDEX_BYTES + MASK_BYTES) + _dropout_bytes(dims),
+        output_bytes=output,
+        tp_bytes=ring.all_reduce(_hidden_bytes(dims, dims.tokens), dims.tensor),
+        partial_elements=ring.all_reduce(positions, dims.tensor) if dims.scattered else 0,
+        tied_parameters=words if dims.tied else 0,
+    )
+
+
+def block_cost(dims: Decoder, name: str = "block") -> LayerCost:
+    """Norm, attention, norm, feed-forward, each half added to its input.
+
+    Four all-reduces of s b h elements travel per micro-batch, or with sequence parallelism their halves, the same bytes
+    (arXiv 2205.05198, section 4.2.2).
+    """
+    heads, wide = (2 * dims.query_width + 2 * dims.kv_width), dims.share(dims.ffn) * (3 if dims.gated else 2)
+    matmuls = 2 * dims.tokens * dims.hidden * (heads + wide)
+    attention = 4 * dims.tokens * dims.seq * dims.query_width
+    forward = matmuls + attention
+    return LayerCost(
+        name=name,
+        parameters=_block_parameters(dims),
+        flops_forward=forward,
+        flops_backward=2 * forward,
+        activation_bytes=_attention_bytes(dims) + _feed_forward_bytes(dims),
+        output_bytes=_hidden_bytes(dims, dims.local_tokens),
+        working_bytes=dims.tokens * dims.element_bytes * (wide + dims.hidden),
+        tp_bytes=4 * ring.all_reduce(_hidden_bytes(dims, dims.tokens), dims.tensor),
+        partial_elements=_block_partial_elements(dims),
+    )
+
+
+def head_cost(dims: Decoder, name: str = "head") -> LayerCost:
+    """Final norm, projection to the vocabulary, and cross entropy on its shards.
+
+    Cross entropy keeps the exponentials of the logits, in their own memory or, from 16-bit ones, in an fp32 copy, and
+    exchanges three numbers per token (maximum, sum, the target's logit).
+    """
+    vocab, norm = dims.share(dims.vocab), _norm_parameters(dims)
+    forward = 2 * dims.tokens * dims.hidden * vocab
+    normed = _norm_bytes(dims, dims.local_tokens, dims.hidden) + _hidden_bytes(dims, dims.tokens)
+    narrow = dims.element_bytes if dims.element_bytes < 4 else 0
+    exchange = ring.all_gather(dims.tensor * 3 * dims.tokens * dims.wide_bytes, dims.tensor)
+    return LayerCost(
+        name=name,
+        parameters=norm + vocab * dims.hidden,
+        flops_forward=forward,
+        flops_backward=2 * forward,
+        activation_bytes=normed
+        + dims.tokens * (vocab * dims.wide_bytes + 2 * INDEX_BYTES + MASK_BYTES + dims.wide_bytes),
+        output_bytes=0,
+        working_bytes=dims.tokens * (vocab * narrow + dims.hidden * dims.element_bytes),
+        tp_bytes=ring.all_reduce(_hidden_bytes(dims, dims.tokens), dims.tensor) + exchange,
+        partial_elements=ring.all_reduce(norm, dims.tensor) if dims.scattered else 0,
+        tied_parameters=vocab * dims.hidden if dims.tied else 0,
+    )
+
+
+def _hidden_bytes(dims: Decoder, tokens: int) -> int:
+    return tokens * dims.hidden * dims.element_bytes
+
+
+def _dropout_bytes(dims: Decoder) -> int:
+    return dims.local_tokens * dims.hidden * MASK_BYTES * dims.dropout
+
+
+def _norm_parameters(dims: Decoder) -> int:
+    return dims.hidden * (2 if dims.norm == "layernorm" else 1)
+
+
+def _block_parameters(dims: Decoder) -> int:
+    q, kv, f, h = dims.query_width, dims.kv_width, dims.share(dims.ffn), dims.hidden
+    ups = 2 if dims.gated else 1
+    weights = h * (2 * q + 2 * kv) + h * f * (ups + 1)
+    biases = (q + 2 * kv + h) + (f * ups + h) if dims.bias else 0
+    return weights + biases + 2 * _norm_parameters(dims) + 2 * dims.head_size * dims.qk_norm
+
+
+def _block_partial_elements(dims: Decoder) -> int:
+    """Parameters that every tensor rank holds, where each saw part of the sequence or of the heads only."""
+    between = 2 * _norm_parameters(dims) + 2 * dims.hidden * dims.bias if dims.scattered else 0
+    shared = 2 * dims.kv_width * (dims.hidden + dims.bias)
+    return ring.all_reduce(between + 2 * dims.head_size * dims.qk_norm, dims.tensor) + ring.all_reduce(
+        shared, dims.kv_sharers
+    )
+
+
+def _norm_bytes(dims: Decoder, tokens: int, width: int, input_kept: bool = False) -> int:
+    """What a norm keeps: its input, unless another operation keeps it anyway, and statistics per row.
+
+    Torch's composed RMSNorm works in fp32 at least: it keeps a 16-bit input as an fp32 copy, and the normalised input
+    too.
+    """
+    elements, kept_input = tokens * width, 0 if input_kept else dims.element_bytes
+    if dims.norm == "layernorm" and width == dims.hidden:
+        return elements * kept_input + 2 * tokens * dims.wide_bytes
+    if dims.fused_norm:
+        return elements * kept_input + tokens * dims.wide_bytes
+    copied = dims.wide_bytes if dims.element_bytes < 4 else kept_input
+    return elements * (copied + dims.wide_bytes) + tokens * dims.wide_bytes
+
+
+def _attention_bytes(dims: Decoder) -> int:
+    """Norm, the (gathered) input of the packed projection, its output, and what attention keeps.
+
+    Attention keeps q, k, v, its output (which is also the input of the output projection) and one number per row and
+    head. Rotary positions and q/k norms make new q and k, while v keeps the packed projection alive.
+    """
+    tokens, q, kv = dims.tokens, dims.query_width, dims.kv_width
+    elements = tokens * (dims.hidden + q + 2 * kv + q)
+    if dims.rotary or dims.qk_norm:
+        elements += tokens * (q + kv)
+    row_sums = tokens * (q // dims.head_size) * dims.wide_bytes
+    heads_normed = 0
+    if dims.qk_norm:
+        rows = tokens * (q + kv) // dims.head_size
+        heads_normed = _norm_bytes(dims, rows, dims.head_size, input_kept=True)
+    norm = _norm_bytes(dims, dims.local_tokens, dims.hidden)
+    return norm + elements * dims.element_bytes + row_sums + heads_normed + _dropout_bytes(dims)
+
+
+def _feed_forward_bytes(dims: Decoder) -> int:
+    """Norm, the (gathered) input, the activation function's input and output; gated: gate and up, silu(gate), the
+    product."""
+    elements = dims.tokens * (dims.hidden + dims.share(dims.ffn) * (4 if dims.gated else 2))
+    return _norm_bytes(dims, dims.local_tokens, dims.hidden) + elements * dims.element_bytes + _dropout_bytes(dims)
+
+
+def fully_recomputed(cost: LayerCost) -> LayerCost:
+    """The cost of a layer that keeps its input only (of its output's size) and runs its forward again before the
+    backward."""
+    return replace(
+        cost,
+        flops_backward=cost.flops_backward + cost.flops_forward,
+        activation_bytes=cost.output_bytes,
+        working_bytes=cost.working_bytes + cost.activation_bytes,
+    )
+
+
+def stage_parameters(costs: Sequence[LayerCost]) -> int:
+    """Parameters of the layers of one stage on one tensor rank; tied ones count once. Of a whole model: its size."""
+    tied = [cost.tied_parameters for cost in costs if cost.tied_parameters]
+    return sum(cost.parameters for cost in costs) - sum(tied) + max(tied, default=0)
+
+
+def train_flops_per_token(dims: Decoder, layers: int) -> float:
+    """Model FLOPs of forward and backward for one token, the basis of MFU: 6 per matmul weight + 12 l a d s.
+
+    The whole model, whatever t is, without recomputation, attention in full (arXiv 2204.02311, appendix B; unlike
+    there the projection to the vocabulary is counted and the embedding look-up is not).
+    """
+    whole = replace(dims, tensor=1, tensor_rank=0, sequence=False)
+    return sum(cost.flops for cost in transformer_costs(whole, layers)) / whole.tokens

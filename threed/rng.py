@@ -1,0 +1,110 @@
+"""Random numbers as a function, not a state: Philox4x32-10 (Salmon et al., SC 2011) in torch integer arithmetic.
+
+    normal(seed, "blocks.0.mlp.up.weight", shape, start, size)     the initial values of any slice
+    keep_mask(seed, "blocks.0.mlp", step, samples, ...)            a dropout mask of any slice
+
+What comes out depends on names and global indices only, so the topology, the micro-batch size, recomputation and the
+schedule cannot change it. Four 32-bit words come from one counter; element e is word e % 4 of counter e // 4.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_MASK = 0xFFFFFFFF
+_CHUNK = 1 << 16  # counters at a time: ten rounds over arrays that stay in the cache
+
+
+def key(seed: int, name: str) -> tuple[int, int]:
+    """The 64-bit key of a stream, as two words."""
+    digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+
+
+def philox(counter: Sequence[Tensor | int], stream: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four words (int64 tensors holding 32 bits each) for every counter of four broadcastable 32-bit words.
+
+    A 32 x 32-bit product wraps in int64, but its bits are right modulo 2^64, and masking undoes the sign.
+    """
+    c0, c1, c2, c3 = (torch.as_tensor(c, dtype=torch.int64) for c in counter)
+    k0, k1 = stream
+    for _ in range(10):
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    return c0, c1, c2, c3
+
+
+def _unit(word: Tensor) -> Tensor:
+    """32 bits -> the open interval (0, 1), fp64."""
+    return (word.double() + 0.5) * 2.0**-32
+
+
+def _normal_blocks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
+    """Four standard normals [n 4] for each counter, by Box-Muller in fp64 (so that fp32 rounding hides libm)."""
+    w0, w1, w2, w3 = philox((blocks & _MASK, blocks >> 32, 0, 0), stream)
+    out = torch.empty(blocks.numel(), 4, dtype=torch.float32)
+    for column, (a, b) in enumerate(((w0, w1), (w2, w3))):
+        radius, angle = torch.sqrt(-2.0 * torch.log(_unit(a))), 2.0 * math.pi * _unit(b)
+        out[:, 2 * column] = radius * torch.cos(angle)
+        out[:, 2 * column + 1] = radius * torch.sin(angle)
+    return out
+
+
+def _normal_range(first: int, last: int, stream: tuple[int, int]) -> Tensor:
+    """The normals of the elements [first, last)."""
+    head, tail = first // 4, -(-last // 4)
+    parts = [
+        _normal_blocks(torch.arange(at, min(at + _CHUNK, tail)), stream).view(-1) for at in range(head, tail, _CHUNK)
+    ]
+    return torch.cat(parts)[first - 4 * head : last - 4 * head]
+
+
+def normal(seed: int, name: str, shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Tensor:
+    """Standard normals, fp32 [*size]: the box at `start` of the global tensor `name` of `shape`.
+
+    Only the box is made: whole rows as one range; a cut in columns row by row in blocks, with its unaligned ends.
+    """
+    stream, row = key(seed, name), math.prod(shape[1:])
+    if 0 in size:
+        return torch.empty(*size)
+    if list(size[1:]) == list(shape[1:]):
+        return _normal_range(start[0] * row, (start[0] + size[0]) * row, stream).view(*size)
+    if len(shape) != 2:
+        raise ValueError(f"{name}: only matrices are cut along another dimension than the first")
+    # Cut in columns: the blocks that cover the columns of each row, then the ends trimmed.
+    begins = (torch.arange(start[0], start[0] + size[0]) * row + start[1]).view(-1, 1)
+    width = (size[1] + 6) // 4
+    blocks = begins // 4 + torch.arange(width)
+    lanes = _in_chunks(blocks.view(-1), stream).view(size[0], 4 * width)
+    return lanes.gather(1, begins % 4 + torch.arange(size[1]))
+
+
+def _in_chunks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
+    return torch.cat([_normal_blocks(part, stream) for part in blocks.split(_CHUNK)])
+
+
+def keep_mask(
+    seed: int, name: str, step: int, samples: Tensor, rows: tuple[int, int], columns: tuple[int, int], width: int, p: float
+) -> Tensor:  # fmt: skip
+    """Which elements dropout keeps: bool [rows b columns], each with probability 1 - p.
+
+    samples: int64 [b], global sample indices; rows and columns: the ranges of the [s, width] activation held here.
+    """
+    stream = key(seed, name)
+    first, last = columns
+    arange = functools.partial(torch.arange, device=samples.device)
+    element = arange(*rows).view(-1, 1, 1) * width + arange(first, last)
+    sample = samples.view(1, -1, 1)
+    words = philox((element >> 2, sample & _MASK, sample >> 32, step & _MASK), stream)
+    lane = (element & 3).expand(words[0].shape)
+    word = torch.where(lane < 2, torch.where(lane == 0, words[0], words[1]), torch.where(lane == 2, words[2], words[3]))
+    return word >= int(p * 2**32)

@@ -1,0 +1,115 @@
+"""Pipeline schedules as data: build a plan, check it, play it out, add its communication, draw it.
+
+    plan = build("1f1b", stages=4, microbatches=8)         each rank's compute actions, checked simulate(plan,
+    Costs(forward=1, backward_input=1, backward_weight=1))     makespan, bubble, peak activations, messages
+    lower(plan)                                            the same with sends, receives and reductions, for the
+    executor svg(simulate(...).spans)                               a Gantt chart; of measured times too
+
+A schedule of your own is a function (stages, microbatches) -> Plan: `register("mine", fn)`, then use it by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from threed.schedules import draw
+from threed.schedules.action import Action, Kind, Plan
+from threed.schedules.draw import svg
+from threed.schedules.gpipe import forward_only, gpipe
+from threed.schedules.lower import lower
+from threed.schedules.one_f_one_b import one_f_one_b
+from threed.schedules.play import legal
+from threed.schedules.rendezvous import check_rendezvous
+from threed.schedules.simulate import Costs, Timeline, simulate, span_and_bubble
+
+__all__ = [
+    "NOT_YET",
+    "Action",
+    "Costs",
+    "Kind",
+    "Plan",
+    "Timeline",
+    "available",
+    "build",
+    "check_rendezvous",
+    "draw",
+    "forward_only",
+    "gpipe",
+    "legal",
+    "lower",
+    "one_f_one_b",
+    "register",
+    "simulate",
+    "span_and_bubble",
+    "svg",
+]
+
+NOT_YET = (
+    "interleaved",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "zb-auto",
+    "chimera",
+    "dualpipe",
+    "dualpipev",
+    "2bw",
+)
+
+
+class _Entry(NamedTuple):
+    fn: Callable[..., Plan]
+    chunks: int | None
+
+
+# The one thing here that changes after import, and only by `register`: names exist per process, like imported modules.
+_SCHEDULES = {"gpipe": _Entry(gpipe, 1), "1f1b": _Entry(one_f_one_b, 1)}
+
+
+def available() -> tuple[str, ...]:
+    """The names that `build` knows, registered ones included."""
+    return tuple(_SCHEDULES)
+
+
+def register(name: str, fn: Callable[..., Plan], chunks: int | None = 1) -> None:
+    """Make a schedule available by name.
+
+    `fn(stages, microbatches)` gives a plan with `chunks` chunks a rank. With chunks=None whoever builds it may
+    choose, and then it is `fn(stages, microbatches, chunks)`, or without the last for its own default. Raises
+    ValueError if the name is taken.
+    """
+    if name in _SCHEDULES:
+        raise ValueError(f"schedule {name!r} exists already: register yours under another name")
+    _SCHEDULES[name] = _Entry(fn, chunks)
+
+
+def build(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Plan:
+    """Give the plan of a schedule: compute actions only, checked to be legal.
+
+    `stages` is the number of pipeline ranks; `chunks` the stages of the model that each holds (default: the
+    schedule's own). Raises ValueError for a name that is not available, and for numbers the schedule cannot have.
+    """
+    entry = _entry(name)
+    if min(stages, microbatches) < 1:
+        raise ValueError(f"schedule {name}: {stages} stages and {microbatches} micro-batches: both must be at least 1")
+    if chunks is not None and chunks != (entry.chunks or chunks):
+        raise ValueError(f"schedule {name}: chunks is {chunks}; this schedule has {entry.chunks}: leave it out")
+    chosen = () if chunks is None or entry.chunks is not None else (chunks,)
+    plan = entry.fn(stages, microbatches, *chosen)
+    legal(plan)
+    return plan
+
+
+def _entry(name: str) -> _Entry:
+    if name in _SCHEDULES:
+        return _SCHEDULES[name]
+    choices = f"available: {', '.join(_SCHEDULES)}"
+    if name in NOT_YET:
+        raise ValueError(f"schedule {name!r} is not in this version; {choices}")
+    close = difflib.get_close_matches(name, _SCHEDULES, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ValueError(f"there is no schedule {name!r}: {hint}{choices}")

@@ -1,0 +1,170 @@
+"""Draw what each rank does over time, as a stand-alone SVG.
+
+Use: `svg(simulate(plan, costs).spans, title="1F1B")`, or with measured spans in seconds and unit="s".
+
+One lane a rank. Compute fills the lane, with the micro-batch in the box where there is room; communication, which
+runs beside it, is a strip at the lane's lower edge. What is left grey is waiting. Hovering over a box shows its
+action and times. Phases: fit time and lanes to the page, then background and axis, boxes, legend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import ceil, floor, log10
+
+from threed.schedules.action import COMPUTE, Kind
+from threed.schedules.play import Span
+
+# Fill, text on it, and meaning; blue, green and red stay apart for colour-blind readers too (after Paul Tol's schemes).
+_STYLES = {
+    Kind.F: ("#4477aa", "#ffffff", "forward"),
+    Kind.B: ("#3f9c5a", "#ffffff", "backward"),
+    Kind.I: ("#6fc3b2", "#1f2937", "input gradient"),
+    Kind.W: ("#ccbb44", "#1f2937", "weight gradient"),
+    Kind.SEND_F: ("#9467bd", "#ffffff", "send activation"),
+    Kind.RECV_F: ("#c9b3e0", "#1f2937", "receive activation"),
+    Kind.SEND_B: ("#d9622b", "#ffffff", "send gradient"),
+    Kind.RECV_B: ("#f2b48f", "#1f2937", "receive gradient"),
+    Kind.GATHER: ("#8c8c8c", "#ffffff", "gather"),
+    Kind.REDUCE: ("#c0395b", "#ffffff", "reduce"),
+}
+_IDLE = "#eceff3"
+_INK, _FAINT, _GRID = "#1f2937", "#6b7280", "#d5dae1"
+_FONT = "Inter, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
+_WIDTH, _LEFT, _RIGHT, _GAP = 1000, 64, 22, 5
+_SCALES = {"s": ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))}
+
+
+@dataclass(frozen=True)
+class _Page:
+    """Where things go: time t of lane r lies at x(t), y(r), in pixels."""
+
+    origin: float
+    extent: float
+    top: int
+    lane: int
+    lanes: int
+    strip: int  # height of the communication strip in a lane, 0 where there is no communication
+
+    def x(self, time: float) -> float:
+        return _LEFT + (time - self.origin) / self.extent * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(self, rank: int) -> int:
+        return self.top + rank * (self.lane + _GAP)
+
+    @property
+    def bottom(self) -> int:
+        return self.y(self.lanes) - _GAP
+
+
+def svg(
+    spans_per_rank: Sequence[Sequence[Span]], title: str = "", subtitle: str = "", legend: bool = True, unit: str = ""
+) -> str:
+    """Give a Gantt chart as SVG text, 1000 pixels wide.
+
+    spans_per_rank: per rank, (action, start, end); time 0 of the axis is the earliest start. unit: that of the times,
+    shown on the axis; "s" is shown as ms or µs where that reads better.
+    """
+    page = _page(spans_per_rank, 12 + 26 * bool(title) + 20 * bool(subtitle))
+    body = [*_headings(title, subtitle), *_lanes(page), *_axis(page, unit)]
+    for rank, spans in enumerate(spans_per_rank):
+        body += [_box(page, rank, span) for span in spans if span[2] > span[1]]
+    height = page.bottom + 46
+    if legend:
+        entries, height = _legend({action.kind for spans in spans_per_rank for action, _, _ in spans}, height)
+        body += entries
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
+        f'font-family="{_FONT}" font-size="12"><rect width="100%" height="100%" fill="#ffffff"/>'
+    )
+    return "\n".join([head, *body, "</svg>\n"])
+
+
+def _page(spans_per_rank: Sequence[Sequence[Span]], top: int) -> _Page:
+    spans = [span for rank in spans_per_rank for span in rank]
+    origin = min((start for _, start, _ in spans), default=0.0)
+    extent = max((end for _, _, end in spans), default=0.0) - origin
+    lane = max(16, min(34, 560 // max(1, len(spans_per_rank))))
+    beside = any(action.kind not in COMPUTE and end > start for action, start, end in spans)
+    return _Page(origin, extent if extent > 0 else 1.0, top, lane, len(spans_per_rank), lane // 4 if beside else 0)
+
+
+def _text(
+    x: float, y: float, text: str, size: int = 12, fill: str = _INK, anchor: str = "start", weight: int = 400
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" font-weight="{weight}">'
+        f"{escape(text)}</text>"
+    )
+
+
+def _headings(title: str, subtitle: str) -> Iterator[str]:
+    if title:
+        yield _text(_LEFT, 28, title, size=17, weight=600)
+    if subtitle:
+        yield _text(_LEFT, 22 + 24 * bool(title), subtitle, fill=_FAINT)
+
+
+def _lanes(page: _Page) -> Iterator[str]:
+    for rank in range(page.lanes):
+        y = page.y(rank)
+        yield f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - _RIGHT}" height="{page.lane}" fill="{_IDLE}"/>'
+        yield _text(_LEFT - 8, y + page.lane / 2 + 4, f"rank {rank}", fill=_FAINT, anchor="end")
+
+
+def _axis(page: _Page, unit: str) -> Iterator[str]:
+    factor, name = _scale(page.extent, unit)
+    step = _step(page.extent * factor)
+    digits = max(0, -floor(log10(step)))
+    for index in range(floor(page.extent * factor / step * (1 + 1e-9)) + 1):
+        x = page.x(page.origin + index * step / factor)
+        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{page.top}" y2="{page.bottom + 5}" stroke="{_GRID}"/>'
+        yield _text(x, page.bottom + 18, f"{index * step:.{digits}f}", size=11, fill=_FAINT, anchor="middle")
+    label = f"time ({name})" if name else "time"
+    yield _text(_WIDTH - _RIGHT, page.bottom + 34, label, size=11, fill=_FAINT, anchor="end")
+
+
+def _scale(extent: float, unit: str) -> tuple[float, str]:
+    """The factor and name of the unit in which the extent is at least 1, or the smallest there is."""
+    scales = _SCALES.get(unit, ((1.0, unit),))
+    return next((scale for scale in scales if extent * scale[0] >= 1), scales[-1])
+
+
+def _step(extent: float) -> float:
+    """The distance of ticks: 1, 2 or 5 times a power of ten, giving at most twelve of them."""
+    power: float = 10.0 ** floor(log10(extent / 12))
+    return power * next(factor for factor in (1, 2, 5, 10) if ceil(extent / (power * factor)) <= 12)
+
+
+def _box(page: _Page, rank: int, span: Span) -> str:
+    action, start, end = span
+    fill, ink, _ = _STYLES[action.kind]
+    x, y, width, height = page.x(start), page.y(rank), page.x(end) - page.x(start), page.lane - page.strip
+    if action.kind not in COMPUTE:
+        y, height = y + height, page.strip
+    hint = f"<title>{action}: {start - page.origin:.6g} to {end - page.origin:.6g}</title>"
+    edge = ' stroke="#ffffff" stroke-width="0.8"' if width > 3 else ""
+    box = f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{height}" fill="{fill}"{edge}>{hint}</rect>'
+    label, size = str(action.microbatch), 11 if height >= 18 else 9
+    if action.kind in COMPUTE and width >= 0.62 * size * len(label) + 4:
+        box += _text(x + width / 2, y + height / 2 + 0.36 * size, label, size=size, fill=ink, anchor="middle")
+    return box
+
+
+def _legend(kinds: Iterable[Kind], y: int) -> tuple[list[str], int]:
+    """A line or two of coloured squares with their meaning, from y on, and where they end."""
+    present = set(kinds)
+    entries = [(fill, meaning) for kind, (fill, _, meaning) in _STYLES.items() if kind in present] + [
+        (_IDLE, "waiting")
+    ]
+    body, x = [], float(_LEFT)
+    for fill, meaning in entries:
+        width = 22 + 6.6 * len(meaning) + 18
+        if x + width > _WIDTH:
+            x, y = float(_LEFT), y + 20
+        body.append(f'<rect x="{x:.1f}" y="{y}" width="14" height="12" rx="2" fill="{fill}" stroke="{_GRID}"/>')
+        body.append(_text(x + 20, y + 10.5, meaning))
+        x += width
+    return body, y + 26

@@ -1,0 +1,67 @@
+"""Add communication to a plan, in one order that all ranks agree on.
+
+Use: `lower(one_f_one_b(4, 8))` gives the same plan with SF/RF (activations), SB/RB (gradients) and REDUCE in every
+rank's list.
+
+Phases: play the plan out in unit time; sort the starts of all actions and the departures of all messages into one
+global line; deal that line out to the ranks. A message's send and receive stand at the same point of the line, so
+doing everything in that order, even with transfers that block both sides, is one way to finish, and with in-order
+channels then every way finishes. Putting a receive just before its first use instead deadlocks 1F1B: see
+`rendezvous.py` and its test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from threed.schedules.action import COMPUTE, Action, Kind, Plan
+from threed.schedules.play import Spans, play
+
+_UNIT_TIME = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+# At equal times what ends comes before what starts, and a message that another rank waits for before a reduction.
+_MESSAGE, _REDUCE, _START = range(3)
+# time, phase, rank, and what is added to which rank's list
+Event = tuple[float, int, int, tuple[tuple[int, Action], ...]]
+
+
+def lower(plan: Plan) -> Plan:
+    """Give the plan with sends, receives and reductions added.
+
+    A SEND and its RECV stand where the result is made, unless both stages are on one rank; REDUCE follows a chunk's
+    last backward. Raises ValueError if the plan is not legal, stalls, or has communication already.
+    """
+    for rank, actions in enumerate(plan.ranks):
+        for action in actions:
+            if action.kind not in COMPUTE:
+                raise ValueError(
+                    f"plan {plan.name}: rank {rank}: {action}: only plans without communication can be lowered"
+                )
+    ranks: list[list[Action]] = [[] for _ in plan.ranks]
+    for *_, additions in sorted(_events(plan), key=lambda event: event[:3]):
+        for rank, action in additions:
+            ranks[rank].append(action)
+    return replace(plan, ranks=tuple(tuple(actions) for actions in ranks))
+
+
+def _events(plan: Plan) -> list[Event]:
+    spans = play(plan, lambda action, _: _UNIT_TIME[action.kind])
+    events = _reductions(spans)
+    for rank, actions in enumerate(spans):
+        for action, start, end in actions:
+            events.append((start, _START, rank, ((rank, action),)))
+            to = plan.consumer(rank, action)
+            if to is not None and to[0] != rank:
+                send, receive = (Kind.SEND_F, Kind.RECV_F) if action.kind is Kind.F else (Kind.SEND_B, Kind.RECV_B)
+                pair = (rank, replace(action, kind=send)), (to[0], Action(receive, action.microbatch, to[1]))
+                events.append((end, _MESSAGE, rank, pair))
+    return events
+
+
+def _reductions(spans: Spans) -> list[Event]:
+    last = {
+        (rank, action.chunk): end
+        for rank, actions in enumerate(spans)
+        for action, _, end in actions
+        if action.kind in (Kind.B, Kind.W)
+    }
+    return [(end, _REDUCE, rank, ((rank, Action(Kind.REDUCE, -1, chunk)),)) for (rank, chunk), end in last.items()]

@@ -1,0 +1,126 @@
+"""How long a plan takes, how much of that is waiting, and how much each rank must remember.
+
+Use: `simulate(build("1f1b", stages=4, microbatches=8), Costs(forward=1, backward_input=1, backward_weight=1)).bubble`.
+
+Phases: play the plan out with its costs (play.py), then read makespan, bubble, peak activations and messages off the
+times. `span_and_bubble` does the same for measured times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from threed.schedules.action import COMPUTE, Action, Kind, Plan
+from threed.schedules.play import Span, Spans, play
+
+Cost = float | tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What compute and messages cost, in any unit of time.
+
+    A number is the time of one micro-batch over all chunks of a rank: one of V chunks takes 1/V of it. A tuple has
+    the time of every stage of the model instead (stages x chunks values, in model order), for stages that are not
+    equal. `send` is the latency of one message, which keeps neither rank busy. `overlapped` is a forward that runs
+    together with a backward, in schedules that pair them (default: their sum); gpipe and 1f1b have no such pairs.
+    """
+
+    forward: Cost
+    backward_input: Cost
+    backward_weight: Cost
+    send: float = 0.0
+    overlapped: Cost | None = None
+
+    def __post_init__(self) -> None:
+        for name, cost in vars(self).items():
+            if cost is not None and min(cost if isinstance(cost, tuple) else (cost,), default=-1) < 0:
+                raise ValueError(
+                    f"costs: {name} is {cost}; times are not negative, and a tuple has one for every stage"
+                )
+
+    def duration(self, kind: Kind, stage: int, plan: Plan) -> float:
+        """How long a compute action takes on one stage of the model."""
+        parts = {
+            Kind.F: (self.forward,),
+            Kind.B: (self.backward_input, self.backward_weight),
+            Kind.I: (self.backward_input,),
+            Kind.W: (self.backward_weight,),
+        }
+        return sum(_of_stage(cost, stage, plan) for cost in parts[kind])
+
+
+def _of_stage(cost: Cost, stage: int, plan: Plan) -> float:
+    if not isinstance(cost, tuple):
+        return cost / plan.chunks
+    if len(cost) != plan.total_stages:
+        raise ValueError(f"costs: {len(cost)} values for the {plan.total_stages} stages of plan {plan.name}")
+    return cost[stage]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A plan played out.
+
+    `makespan` is the time from start to end; `span` the longest time from first start to last end of one rank, and
+    `bubble` the part of it in which that rank does not compute (the convention of arXiv 2401.10241, section 5).
+    `peak_activations`: per rank, from the start of F to the end of B or W, in micro-batches over all chunks of the
+    rank. `messages`: per rank, sends in one step. `spans`: per rank, (action, start, end) of every compute action.
+    """
+
+    makespan: float
+    span: float
+    bubble: float
+    peak_activations: tuple[float, ...]
+    messages: tuple[int, ...]
+    spans: Spans
+
+
+def simulate(plan: Plan, costs: Costs) -> Timeline:
+    """Play the plan out with these costs; communication in it is ignored, since messages keep no rank busy.
+
+    Raises ValueError naming rank and action where the plan is not legal or stalls.
+    """
+    spans = play(plan, lambda action, stage: costs.duration(action.kind, stage, plan), costs.send)
+    span, bubble = span_and_bubble(spans)
+    return Timeline(
+        makespan=max(actions[-1][2] for actions in spans),
+        span=span,
+        bubble=bubble,
+        peak_activations=tuple(_peak(plan, [action for action, _, _ in actions]) for actions in spans),
+        messages=tuple(_messages(plan, rank) for rank in range(plan.stages)),
+        spans=spans,
+    )
+
+
+def span_and_bubble(spans: Sequence[Sequence[Span]]) -> tuple[float, float]:
+    """The longest first-start-to-last-end of one rank, and the part of it in which that rank does not compute.
+
+    Only compute actions count, so measured times of transfers and waits may be among them. Of ranks with equal spans
+    the first.
+    """
+    extents = []
+    for actions in spans:
+        busy = [(start, end) for action, start, end in actions if action.kind in COMPUTE]
+        if busy:
+            extents.append((max(end for _, end in busy) - min(start for start, _ in busy), busy))
+    span, busy = max(extents, key=lambda extent: extent[0], default=(0.0, []))
+    return span, (span - sum(end - start for start, end in busy)) / span if span > 0 else 0.0
+
+
+def _peak(plan: Plan, actions: Iterable[Action]) -> float:
+    """One rank's actions never overlap, so what is alive follows from their order alone."""
+    releasing = (Kind.F,) if plan.forward_only else (Kind.B, Kind.W)
+    alive = peak = 0
+    for action in actions:
+        alive += action.kind is Kind.F
+        peak = max(peak, alive)
+        alive -= action.kind in releasing
+    return float(Fraction(peak, plan.chunks))
+
+
+def _messages(plan: Plan, rank: int) -> int:
+    targets = (plan.consumer(rank, action) for action in plan.ranks[rank] if action.kind in COMPUTE)
+    return sum(target is not None and target[0] != rank for target in targets)

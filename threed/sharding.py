@@ -1,0 +1,164 @@
+"""The record a parameter carries: which slices of which global tensors it is.
+
+    weight.spec = ShardSpec((Piece("blocks.0.mlp.up.weight", (4*h, h), start=(0, 0), size=(2*h, h)),))
+
+Initial values, gradient reduction, gradient norm, checkpoints and conversion read only this record. One local tensor
+may hold several global ones (query, key and value packed for one matmul): each is a `Piece`, a contiguous range of the
+local tensor and a box of the global one. Global shapes are unpadded, and shards need not be equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from threed import rng
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a global tensor begins: normal with a standard deviation, or constant (std 0) at `value`."""
+
+    std: float = 0.0
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one global tensor, stored contiguously at `offset` (elements) of the local parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    offset: int = 0
+    init: Init = Init()
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """What a parameter is.
+
+    pieces: in storage order; together they fill the parameter.
+    replicated: the axis whose ranks all hold these same values ("tp", or "tp/2" for blocks of two), or None.
+    partial: the axis over which the gradient is only a part and must be summed, or None.
+    decay: whether weight decay applies (matrices do, norms and biases do not).
+    """
+
+    pieces: tuple[Piece, ...]
+    replicated: str | None = None
+    partial: str | None = None
+    decay: bool = True
+
+    @property
+    def name(self) -> str:
+        """The name that tells this parameter from others on the same rank: its pieces' names, joined."""
+        return "+".join(piece.name for piece in self.pieces)
+
+
+def parameter(spec: ShardSpec, shape: Sequence[int]) -> nn.Parameter:
+    """A parameter on the meta device with its record; it gets storage when its pipeline stage is built."""
+    if sum(piece.numel for piece in spec.pieces) != math.prod(shape):
+        raise ValueError(f"{spec.name}: pieces do not fill the local shape {tuple(shape)}")
+    return attach(nn.Parameter(torch.empty(*shape, device="meta")), spec)
+
+
+def attach(param: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
+    """The same parameter, carrying `spec`."""
+    param.spec = spec  # type: ignore[attr-defined]
+    return param
+
+
+def spec_of(param: Tensor) -> ShardSpec:
+    """The record of a parameter; TypeError when it has none."""
+    spec = getattr(param, "spec", None)
+    if spec is None:
+        raise TypeError("a parameter without a sharding record: build it with threed.layers or sharding.parameter")
+    return cast(ShardSpec, spec)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a global tensor, and where its elements lie: `offset` in the flat range it came from."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+
+def initial(piece: Piece, box: Box, seed: int) -> Tensor:
+    """The initial values of a box of a global tensor, fp32 [*box.size].
+
+    Each is a function of (seed, global name, element index) alone.
+    """
+    if piece.init.std == 0:
+        return torch.full(box.size, piece.init.value)
+    return rng.normal(seed, piece.name, piece.shape, box.start, box.size).mul_(piece.init.std)
+
+
+def matrix(name: str, shape: tuple[int, int], dim: int, span: tuple[int, int], std: float, offset: int = 0) -> Piece:
+    """The piece of a matrix that is cut along `dim` to rows or columns [span[0], span[1])."""
+    start, size = [0, 0], list(shape)
+    start[dim], size[dim] = span[0], span[1] - span[0]
+    return Piece(name, shape, (start[0], start[1]), (size[0], size[1]), offset, Init(std=std))
+
+
+def vector(name: str, length: int, span: tuple[int, int] | None = None, value: float = 0.0, offset: int = 0) -> Piece:
+    """The piece of a vector in [span[0], span[1]), by default all of it."""
+    first, last = span or (0, length)
+    return Piece(name, (length,), (first,), (last - first,), offset, Init(value=value))
+
+
+def boxes(piece: Piece, first: int, last: int) -> Iterator[Box]:
+    """The elements [first, last) of a piece's flat storage as row-major boxes of its global tensor.
+
+    A range cuts a tensor of n dimensions into at most 2n - 1 boxes. Offsets count from `first`.
+    """
+    for start, size, offset in _flat_boxes(piece.size, first, last):
+        yield Box(tuple(p + s for p, s in zip(piece.start, start, strict=True)), size, offset)
+
+
+def _flat_boxes(
+    shape: tuple[int, ...], first: int, last: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    if first >= last:
+        return
+    if len(shape) == 1:
+        yield (first,), (last - first,), 0
+        return
+    row = math.prod(shape[1:])
+    head, tail = -(-first // row), last // row  # the whole rows
+    if head > tail:  # inside one row
+        for start, size, offset in _flat_boxes(shape[1:], first - tail * row, last - tail * row):
+            yield (tail, *start), (1, *size), offset
+        return
+    for start, size, offset in _flat_boxes(shape[1:], first - (head - 1) * row, row) if first < head * row else ():
+        yield (head - 1, *start), (1, *size), offset
+    if head < tail:
+        yield (head, *(0,) * (len(shape) - 1)), (tail - head, *shape[1:]), head * row - first
+    for start, size, offset in _flat_boxes(shape[1:], 0, last - tail * row):
+        yield (tail, *start), (1, *size), tail * row - first + offset
+
+
+def intersect(a_start: Sequence[int], a_size: Sequence[int], b_start: Sequence[int], b_size: Sequence[int]) -> (
+    tuple[tuple[int, ...], tuple[int, ...]] | None
+):  # fmt: skip
+    """The common part (start, size) of two boxes of one global tensor, or None."""
+    start = tuple(max(a, b) for a, b in zip(a_start, b_start, strict=True))
+    stop = tuple(min(a + n, b + m) for a, n, b, m in zip(a_start, a_size, b_start, b_size, strict=True))
+    if any(lo >= hi for lo, hi in zip(start, stop, strict=True)):
+        return None
+    return start, tuple(hi - lo for lo, hi in zip(start, stop, strict=True))

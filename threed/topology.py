@@ -1,0 +1,206 @@
+"""Where every rank stands: ranks <-> (pp, dp, cp, tp), and the only maker of process groups.
+
+    topo = Topology(pp=2, tp=2)        # dp is what is left of the world
+    topo.axis("tp")                    # an Axis: size, my index, the ranks, the group
+    topo.link(0, 1)                    # the channel that carries activations from stage 0 to stage 1
+
+Rank order is tp fastest, then cp, dp and pp, so that tensor-parallel neighbours share a node. A group of one rank is
+no group at all (`Axis.group is None`): collectives on it do nothing, on the same code path. Groups are made in one
+fixed order, and a pair of pipeline neighbours gets one communicator per direction, so that a send never waits behind a
+receive of the other direction (the deadlock of pp = 2, where the previous rank is also the next).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+AXES = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """The ranks that differ from this one in one coordinate only: its line through the grid.
+
+    `label` names the counter that its traffic (bytes sent by this rank) is added to.
+    """
+
+    label: str
+    ranks: tuple[int, ...]
+    index: int
+    group: dist.ProcessGroup | None = None
+    traffic: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def count(self, sent: int) -> None:
+        """Adds `sent` bytes to this axis's counter."""
+        self.traffic[self.label] += sent
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """A one-way channel between two pipeline stages: its own communicator, and the rank at the other end."""
+
+    peer: int
+    axis: Axis
+
+
+def alone(label: str = "tp") -> Axis:
+    """An axis of one rank: what a layer gets when nothing is split."""
+    return Axis(label, (0,), 0)
+
+
+def start(device: torch.device | None = None, timeout: timedelta = timedelta(minutes=10)) -> None:
+    """Makes the default process group from torchrun's environment, unless there is one or this process is alone.
+
+    The store is prefixed with the restart count: after an elastic restart the agent's store still holds the keys of
+    the attempt before, and connecting by them fails.
+    """
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: never depend on what its name resolves to
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    cuda = device is not None and device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=timeout,
+        device_id=device if cuda else None,
+    )  # fmt: skip
+
+
+def default_device() -> torch.device:
+    """The device of this process: its local GPU where there is one, else the CPU."""
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+class Topology:
+    """The grid of ranks and this rank's axes through it.
+
+    pp, dp, cp, tp: sizes; dp defaults to what is left of the world. Raises ValueError when the sizes do not make up
+    the world, naming each factor. Collective: every rank of the world makes the same topologies in the same order.
+    """
+
+    def __init__(
+        self, pp: int = 1, tp: int = 1, cp: int = 1, dp: int | None = None, device: torch.device | None = None
+    ) -> None:
+        self.device = device or default_device()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        start(self.device)
+        self.world, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        self.sizes = grid_sizes(self.world, pp=pp, dp=dp, cp=cp, tp=tp)
+        self.coordinates = coordinates(self.rank, self.sizes)
+        self.traffic: Counter[str] = Counter()
+        self._sub: dict[tuple[str, tuple[int, ...]], Axis] = {}
+        self._axes = {name: self._line(name, self._ranks_along(name)) for name in AXES}
+        self._axes["world"] = Axis(
+            "world",
+            tuple(range(self.world)),
+            self.rank,
+            dist.group.WORLD if self.world > 1 else None,
+            self.traffic,
+        )
+        self._links = self._make_links()
+
+    def axis(self, name: str) -> Axis:
+        """The axis called pp, dp, cp, tp or world; or "tp/2": blocks of two neighbours on the tp axis.
+
+        Blocks are made on first use, collectively.
+        """
+        base, _, width = name.partition("/")
+        if not width:
+            return self._axes[name]
+        line, n = self._axes[base], int(width)
+        first = line.index // n * n
+        return self._subset(base, line.ranks[first : first + n])
+
+    def stages(self, stages: Sequence[int]) -> Axis:
+        """The ranks of the given pipeline stages in my column of the grid, for a weight that lives on all of them.
+
+        Collective over those ranks; made on first use; only a rank of one of these stages may ask.
+        """
+        line = self._axes["pp"].ranks
+        return self._subset("pp", tuple(line[s] for s in stages))
+
+    def link(self, source: int, target: int) -> Link:
+        """The channel from stage `source` to stage `target`, of which this rank is one end."""
+        return self._links[source, target]
+
+    @property
+    def pp(self) -> int:
+        return self.sizes["pp"]
+
+    @property
+    def dp(self) -> int:
+        return self.sizes["dp"]
+
+    @property
+    def tp(self) -> int:
+        return self.sizes["tp"]
+
+    def label(self, rank: int | None = None) -> str:
+        """A rank's place as text, such as 'pp0 dp1 tp0'; axes of size 1 are left out."""
+        place = coordinates(self.rank if rank is None else rank, self.sizes)
+        return " ".join(f"{a}{place[a]}" for a in AXES if self.sizes[a] > 1) or "alone"
+
+    def _ranks_along(self, name: str) -> tuple[int, ...]:
+        return tuple(rank_of({**self.coordinates, name: i}, self.sizes) for i in range(self.sizes[name]))
+
+    def _line(self, label: str, ranks: tuple[int, ...]) -> Axis:
+        # Only the members make the group: at a thousand ranks the collective way costs thousands of store rounds.
+        group = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
+        return Axis(label, ranks, ranks.index(self.rank), group, self.traffic)
+
+    def _subset(self, label: str, ranks: tuple[int, ...]) -> Axis:
+        if (label, ranks) not in self._sub:
+            self._sub[label, ranks] = self._line(label, ranks)
+        return self._sub[label, ranks]
+
+    def _make_links(self) -> dict[tuple[int, int], Link]:
+        line, links = self._axes["pp"], {}
+        for lower in range(line.size - 1):
+            pair = (line.ranks[lower], line.ranks[lower + 1])
+            if self.rank in pair:
+                peer = pair[1 - pair.index(self.rank)]
+                for ends in ((lower, lower + 1), (lower + 1, lower)):
+                    links[ends] = Link(peer, self._line("pp", pair))
+        return links
+
+
+def grid_sizes(world: int, *, pp: int, dp: int | None, cp: int, tp: int) -> dict[str, int]:
+    """The size of every axis, dp derived when None; ValueError naming each factor when they do not make `world`."""
+    rest = pp * cp * tp
+    if dp is None and world % rest == 0:
+        dp = world // rest
+    if dp is None or rest * dp != world:
+        need = f"tp {tp} x pp {pp} x cp {cp}" + (f" x dp {dp} = {rest * dp}" if dp else f" = {rest}, times dp")
+        raise ValueError(f"world size {world} is not {need}: start {rest * (dp or 1)} ranks, or change the sizes")
+    return {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+
+
+def coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+    """A rank's place on every axis, tp varying fastest."""
+    place = {}
+    for name in reversed(AXES):
+        rank, place[name] = divmod(rank, sizes[name])
+    return place
+
+
+def rank_of(place: dict[str, int], sizes: dict[str, int]) -> int:
+    """The rank at a place: the inverse of `coordinates`."""
+    rank = 0
+    for name in AXES:
+        rank = rank * sizes[name] + place[name]
+    return rank

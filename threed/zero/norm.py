@@ -1,0 +1,28 @@
+"""The global gradient norm: every real element once, over all axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from threed.zero.layout import Bucket
+
+
+def sum_of_squares(slices: Sequence[Tensor], buckets: Sequence[Bucket]) -> Tensor:
+    """This rank's share of the squared norm, an fp64 scalar tensor.
+
+    A bucket counts where its slice is the one copy that does: on the first of the ranks that replicate it, and on the
+    first stage that holds a tied weight. Padding is zero.
+    """
+    device = slices[0].device if slices else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for part, bucket in zip(slices, buckets, strict=True):
+        if bucket.group.owned:
+            total += torch.linalg.vector_norm(part, dtype=_wide(part)).double() ** 2
+    return total
+
+
+def _wide(part: Tensor) -> torch.dtype:
+    return part.dtype if part.dtype in (torch.float32, torch.float64) else torch.float32
