@@ -5,7 +5,8 @@
 # make clean   remove the virtual environment and what tools left behind; runs/ stays
 #
 # The set-up makes .venv with PYTHON. A torch >= 2.10 that PYTHON can import (a CUDA build, say) is used as it is; else the torch
-# of constraints.txt is installed (TORCH_ARGS="--index-url URL" picks another source of wheels).
+# of constraints.txt is installed (TORCH_ARGS="--index-url URL" picks another source of wheels). Tools run as
+# `python -m`, for one that PYTHON has already puts no script into .venv.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -31,9 +32,9 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(STAMP)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py $(ARGS)

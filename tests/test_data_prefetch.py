@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 import pytest
 
@@ -17,9 +18,19 @@ def explode(step: int) -> int:
     return step * step
 
 
-def wait_until(condition: object, seconds: float = 5.0) -> None:
+def noting(seen: list[int]) -> Callable[[int], int]:
+    """Give a fetch that notes each step it is asked for, and returns it."""
+
+    def fetch(step: int) -> int:
+        seen.append(step)
+        return step
+
+    return fetch
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < end, "timed out"
         time.sleep(0.002)
 
@@ -32,7 +43,7 @@ def test_steps_come_in_order() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_works_ahead_to_its_depth_and_no_further(depth: int) -> None:
     seen: list[int] = []
-    with Prefetcher(lambda step: seen.append(step) or step, start=0, depth=depth) as batches:
+    with Prefetcher(noting(seen), start=0, depth=depth) as batches:
         wait_until(lambda: len(seen) == depth)
         time.sleep(0.05)
         assert seen == list(range(depth))
@@ -54,7 +65,7 @@ def test_none_is_a_result() -> None:
 
 def test_seeking_restarts_forwards_and_backwards() -> None:
     seen: list[int] = []
-    with Prefetcher(lambda step: seen.append(step) or step, start=0, depth=2) as batches:
+    with Prefetcher(noting(seen), start=0, depth=2) as batches:
         assert [batches.get(step) for step in (0, 1, 100, 101, 7, 8, 7, 0)] == [0, 1, 100, 101, 7, 8, 7, 0]
     assert {100, 101, 7, 8} <= set(seen)
     assert not {50, 90, 60} & set(seen)

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from threed.data.tokenizer import ByteTokenizer, TokenizerJson, byte_characters, load_tokenizer, token_dtype
 
-TEXTS = ["", "a", "Hello, world!\n", "  two  spaces ", "tab\tand\r\nreturn\x00nul", "naïve café", "日本語のテキスト", "🙂🏳️‍🌈", "don't . , n't"]
+TEXTS = [
+    "",
+    "a",
+    "Hello, world!\n",
+    "  two  spaces ",
+    "tab\tand\r\nreturn\x00nul",
+    "naïve café",
+    "日本語のテキスト",
+    "🙂🏳️‍🌈",
+    "don't . , n't",
+]
 
 
 @pytest.fixture(scope="module")

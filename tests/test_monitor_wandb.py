@@ -180,7 +180,7 @@ WandbRun("auto", "threed", "demo", "out", {})
     assert "not installed" in note
 
 
-def test_off_imports_nothing_and_unknown_modes_are_refused(tmp_path: Path) -> None:
+def test_off_leaves_no_trace_and_unknown_modes_are_refused(tmp_path: Path) -> None:
     run = WandbRun("off", "threed", "demo", tmp_path / "none", {}, "kept")
     run.log(1, {"train/loss": 1.0})
     run.close()

@@ -34,8 +34,9 @@ def standard_library(folder: Path | None = None) -> TextSource:
     files = tuple(TextFile(name, root / name) for name in _python_files(root))
     source = TextSource(f"Python {platform.python_version()} standard library, {len(files)} files", files, "path")
     if source.size < ENOUGH_BYTES:
-        return synthetic(notice=f"No Python sources in {root}: training on a synthetic grammar. "
-                                "Give --data.path for real text.")  # fmt: skip
+        return synthetic(
+            notice=f"No Python sources in {root}: training on a synthetic grammar. Give --data.path for real text."
+        )
     return source
 
 

@@ -237,8 +237,10 @@ def _open_pair(path: Path, tokenizer: Tokenizer, split: float, folder: Path) -> 
 def _refuse_ids(file: Path, tokens: Tokens, tokenizer: Tokenizer) -> NoReturn:
     offset = facts.first_outside(tokens, tokenizer.vocab_size)
     found = "" if offset is None else f"token {int(tokens[offset])} at offset {offset}"
-    raise ValueError(f"{file}: {found} is outside the {tokenizer.vocab_size} ids of tokenizer {tokenizer.name!r}. "
-                     "Give the tokenizer that wrote it: --data.tokenizer path/to/tokenizer.json")  # fmt: skip
+    raise ValueError(
+        f"{file}: {found} is outside the {tokenizer.vocab_size} ids of tokenizer {tokenizer.name!r}. "
+        "Give the tokenizer that wrote it: --data.tokenizer path/to/tokenizer.json"
+    )
 
 
 def _cut(tokens: int, split: float) -> int:

@@ -81,8 +81,10 @@ def read_index(path: Path) -> MegatronIndex:
         dtype = _dtype_of(path, version, code)
         expected = head + 12 * sequences + 8 * indices
         if size != expected:
-            raise ValueError(f"{path}: {size} bytes, where {sequences} sequences and {indices} document indices take "
-                             f"{expected}: cut short, damaged, or multimodal (not supported)")  # fmt: skip
+            raise ValueError(
+                f"{path}: {size} bytes, where {sequences} sequences and {indices} document indices take "
+                f"{expected}: cut short, damaged, or multimodal (not supported)"
+            )
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     lengths = np.frombuffer(mapped, "<i4", sequences, head)
     offsets = np.frombuffer(mapped, "<i8", sequences, head + 4 * sequences)
@@ -111,8 +113,10 @@ def open_tokens(path: Path) -> Tokens:
         raise ValueError(f"{index_path}: the sequences do not follow one another in {data.name}. Write the pair anew")
     total = int(ends[-1]) if len(ends) else 0
     if total != data.stat().st_size:
-        raise ValueError(f"{data} has {data.stat().st_size} bytes and {index_path.name} says {total}: not a pair, or "
-                         "one was cut short. Copy or write both again")  # fmt: skip
+        raise ValueError(
+            f"{data} has {data.stat().st_size} bytes and {index_path.name} says {total}: not a pair, or "
+            "one was cut short. Copy or write both again"
+        )
     return np.memmap(data, dtype=index.dtype, mode="r")
 
 
@@ -120,8 +124,9 @@ def tokenize_to_megatron(src: Path | str, dst_prefix: Path | str, tokenizer: Tok
     """Write the text at `src` (.txt, .jsonl or a folder of them) as a pair, one sequence a document.
 
     Every document ends with the tokenizer's end of text.
-    Streams: memory stays at a few MiB, plus 12 bytes a document. Nothing appears under the final names before all is
-    written. Raises ValueError for unreadable text, or when the pair is there already.
+    Streams: memory does not grow with the text (some 30 MiB with bytes, 300 with a tokenizer.json), but for 12 bytes a
+    document. Nothing appears under the final names before all is written.
+    Raises ValueError for unreadable text, or when the pair is there already.
     """
     source = find_text(Path(src).expanduser())
     finals = pair_of(Path(dst_prefix).expanduser())

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 PIECE_BYTES = 1 << 20
+BLANK = b" \t\r\n\xef\xbb\xbf"  # white space, and the mark that some editors put at the start of a file
 TEXT_ENDINGS = (".txt", ".jsonl")
 
 
@@ -94,8 +95,10 @@ def find_text(path: Path) -> TextSource:
         description = str(path)
     if not files:
         found = f" (found {_some(ignored)})" if ignored else ""
-        raise ValueError(f"{path}: nothing to read here{found}. --data.path takes .txt, .jsonl, a folder of them, "
-                         "or a Megatron .bin/.idx pair by its prefix")  # fmt: skip
+        raise ValueError(
+            f"{path}: nothing to read here{found}. --data.path takes .txt, .jsonl, a folder of them, "
+            "or a Megatron .bin/.idx pair by its prefix"
+        )
     source = TextSource(description, files, notice=f"{path}: ignored {_some(ignored)}" if ignored else "")
     if source.size == 0:
         raise ValueError(f"{path} is empty. Put text into it, or give another --data.path")
@@ -147,19 +150,20 @@ def _walk(folder: Path) -> list[str]:
 
 def _read_whole(file: TextFile) -> Iterator[Piece]:
     with file.open() as stream:
-        kept = stream.read(PIECE_BYTES)
+        kept = b""
         while block := stream.read(PIECE_BYTES):
             kept += block
-            cut = _cut(kept)
-            yield Piece(kept[:cut], ends=False)
-            kept = kept[cut:]
+            if len(kept) > PIECE_BYTES:
+                cut = _cut(kept)
+                yield Piece(kept[:cut], ends=False)
+                kept = kept[cut:]
         if kept:
             yield Piece(kept, ends=True)
 
 
 def _cut(data: bytes) -> int:
     """Say where to cut so that a tokenizer sees whole lines, else whole words, else whole UTF-8 characters."""
-    tail = max(1, len(data) - PIECE_BYTES)
+    tail = len(data) - PIECE_BYTES
     line = data.rfind(b"\n", tail, len(data) - 1)
     # The white space before a word belongs to its token, so a new piece starts with the break, not with the word.
     while line > tail and data[line - 1 : line].isspace():
@@ -178,7 +182,7 @@ def _cut(data: bytes) -> int:
 def _read_jsonl(file: TextFile) -> Iterator[Piece]:
     with file.open() as stream:
         for number, line in enumerate(stream, start=1):
-            if line.strip():
+            if line.strip(BLANK):
                 text = _text_of(line, f"{file.path or file.name}, line {number}")
                 if text:
                     yield Piece(text.encode("utf-8", errors="replace"), ends=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ Tokens = NDArray[np.integer[Any]]
 END_OF_TEXT = "<|endoftext|>"
 # What published tokenizers call the token that ends a document, most specific first.
 END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class Tokenizer(Protocol):
@@ -117,7 +117,8 @@ class ByteTokenizer:
         backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
         folder.mkdir(parents=True, exist_ok=True)
         backend.save(str(folder / "tokenizer.json"))
-        _write_companions(folder, END_OF_TEXT)
+        for name, content in _companions(END_OF_TEXT).items():
+            (folder / name).write_bytes(content)
 
 
 class TokenizerJson:
@@ -167,12 +168,12 @@ class TokenizerJson:
     def save_hf(self, folder: Path) -> None:
         """Copy tokenizer.json and, where they lie beside it, its two companions; else write those."""
         folder.mkdir(parents=True, exist_ok=True)
-        _write_companions(folder, self._eot_name)
-        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-            source = self._path if name == "tokenizer.json" else self._path.with_name(name)
-            target = folder / name
-            if source.is_file() and not (target.exists() and target.samefile(source)):
-                shutil.copyfile(source, target)
+        contents = {"tokenizer.json": self._path.read_bytes(), **_companions(self._eot_name)}
+        for name, content in contents.items():
+            beside = self._path.with_name(name)
+            # Read before anything is written: the folder may be the one that the file came from.
+            kept = beside.read_bytes() if name in COMPANIONS and beside.is_file() else content
+            (folder / name).write_bytes(kept)
 
 
 def byte_characters() -> list[str]:
@@ -207,11 +208,12 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
-def _write_companions(folder: Path, eot: str) -> None:
+def _companions(eot: str) -> dict[str, bytes]:
+    """Give the two small files that tell `transformers` how to use a tokenizer.json."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eot,
         "clean_up_tokenization_spaces": False,
     }
-    for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", {"eos_token": eot})):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    contents = zip(COMPANIONS, (config, {"eos_token": eot}), strict=True)
+    return {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in contents}

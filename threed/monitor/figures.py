@@ -88,8 +88,8 @@ def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
     """Horizontal lines, each with its name and value written on it at the right."""
     for text, value in lines:
         axes.axhline(value, color=_GREY, linewidth=1, linestyle="--")
-        right = axes.get_yaxis_transform()  # x in fractions of the axes, y in data
-        axes.text(1, value, f"{text} {value:.2f}", transform=right, ha="right", va="bottom", color=_GREY, fontsize=9)
+        at_right = {"xy": (1, value), "xycoords": axes.get_yaxis_transform(), "ha": "right", "color": _GREY}
+        axes.annotate(f"{text} {value:.2f}", **at_right, xytext=(0, 3), textcoords="offset points", fontsize=9)
 
 
 def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> bool:

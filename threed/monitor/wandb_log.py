@@ -6,7 +6,7 @@
     run.close(figures="runs/demo/figures")
 
 Modes: `off` · `offline` (files under <directory>/wandb, uploaded later with `wandb sync`) · `online` · `auto`: what the
-environment variable WANDB_MODE says, else online if wandb finds an API key (its variable, settings, netrc), else offline.
+environment variable WANDB_MODE says, else online if wandb's own lookup finds an API key, else offline.
 
 - wandb is imported only here and only when wanted. A missing package, a missing key or any failure later costs one
   message; from then on this object does nothing. metrics.jsonl stays the record.

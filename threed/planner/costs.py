@@ -191,7 +191,7 @@ def head_cost(dims: Decoder, name: str = "head") -> LayerCost:
     """
     vocab, norm = dims.share(dims.vocab), _norm_parameters(dims)
     forward = 2 * dims.tokens * dims.hidden * vocab
-    normed = _norm_bytes(dims, dims.local_tokens, dims.hidden) + _hidden_bytes(dims, dims.tokens)
+    normed = _norm_bytes(dims, dims.norm, dims.local_tokens, dims.hidden) + _hidden_bytes(dims, dims.tokens)
     narrow = dims.element_bytes if dims.element_bytes < 4 else 0
     exchange = ring.all_gather(dims.tensor * 3 * dims.tokens * dims.wide_bytes, dims.tensor)
     return LayerCost(
@@ -238,14 +238,14 @@ def _block_partial_elements(dims: Decoder) -> int:
     )
 
 
-def _norm_bytes(dims: Decoder, tokens: int, width: int, input_kept: bool = False) -> int:
+def _norm_bytes(dims: Decoder, kind: str, tokens: int, width: int, input_kept: bool = False) -> int:
     """What a norm keeps: its input, unless another operation keeps it anyway, and statistics per row.
 
     Torch's composed RMSNorm works in fp32 at least: it keeps a 16-bit input as an fp32 copy, and the normalised input
     too.
     """
     elements, kept_input = tokens * width, 0 if input_kept else dims.element_bytes
-    if dims.norm == "layernorm" and width == dims.hidden:
+    if kind == "layernorm":
         return elements * kept_input + 2 * tokens * dims.wide_bytes
     if dims.fused_norm:
         return elements * kept_input + tokens * dims.wide_bytes
@@ -267,8 +267,8 @@ def _attention_bytes(dims: Decoder) -> int:
     heads_normed = 0
     if dims.qk_norm:
         rows = tokens * (q + kv) // dims.head_size
-        heads_normed = _norm_bytes(dims, rows, dims.head_size, input_kept=True)
-    norm = _norm_bytes(dims, dims.local_tokens, dims.hidden)
+        heads_normed = _norm_bytes(dims, "rmsnorm", rows, dims.head_size, input_kept=True)
+    norm = _norm_bytes(dims, dims.norm, dims.local_tokens, dims.hidden)
     return norm + elements * dims.element_bytes + row_sums + heads_normed + _dropout_bytes(dims)
 
 
@@ -276,7 +276,11 @@ def _feed_forward_bytes(dims: Decoder) -> int:
     """Norm, the (gathered) input, the activation function's input and output; gated: gate and up, silu(gate), the
     product."""
     elements = dims.tokens * (dims.hidden + dims.share(dims.ffn) * (4 if dims.gated else 2))
-    return _norm_bytes(dims, dims.local_tokens, dims.hidden) + elements * dims.element_bytes + _dropout_bytes(dims)
+    return (
+        _norm_bytes(dims, dims.norm, dims.local_tokens, dims.hidden)
+        + elements * dims.element_bytes
+        + _dropout_bytes(dims)
+    )
 
 
 def fully_recomputed(cost: LayerCost) -> LayerCost:

@@ -43,7 +43,7 @@ def balanced(
 
     slowest = _optimum(len(costs), stages, price, max)
     if slowest is None:
-        raise _no_cut(held, unit, most / unit, len(costs), stages)
+        raise _no_cut(held, unit, limit or 0, len(costs), stages)
 
     def square(stage: int, start: int, stop: int) -> int | None:
         paid = price(stage, start, stop)
@@ -114,7 +114,7 @@ def _no_cut(held: list[list[int]], unit: int, limit: float, n: int, stages: int)
 
 
 def _optimum(n: int, stages: int, score: Score, merge: Callable[[int, int], int]) -> tuple[int, list[range]] | None:
-    """The cheapest cut by the merged scores of its stages, of equal ones that with the latest cuts; None if there is none."""
+    """The cheapest cut by the merged scores of its stages, of equal ones that with the latest cuts; None: no cut."""
     # best[stop]: of the first `stage` stages over the first `stop` layers, the price and where the last of them starts
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for stage in range(stages):

@@ -1,0 +1,444 @@
+"""The configuration: layers of settings, every refusal with its fix, derived values, and the way to TOML and back."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from threed.arguments import GROUPS, format_problems, help_text, load, load_checked, to_toml
+from threed.checks import REFUSALS, find_problems
+from threed.config import Config, ConfigError, derive_dp, key_name, python_name, resolve
+
+PRESETS = Path(__file__).resolve().parents[1] / "pretrain" / "presets"
+CONTRACT = {
+    "parallel": "tp pp cp ep dp sequence schedule chunks partition",
+    "zero": "stage bucket-mib shard-size offload-optimizer offload-params nvme-path prefetch tile",
+    "recompute": "mode every partition offload arena",
+    "precision": "dtype grad-dtype reduce-dtype loss-scale",
+    "model": "layers hidden heads kv-heads head-dim ffn vocab seq dropout tied",
+    "train": "steps stop-after global-batch micro-batch seed eval-every grad-clip",
+    "optim": "name lr min-lr warmup schedule betas eps weight-decay",
+    "data": "path tokenizer split",
+    "checkpoint": "every keep async resume export-hf",
+    "log": "every wandb project profile-steps",
+    "run": "dir name",
+}
+
+
+def read(line: str, **kwargs: Any) -> Config:
+    return load(line.split(), presets=PRESETS, **kwargs)[0]
+
+
+def problems(line: str, world_size: int = 1, **kwargs: Any) -> list[str]:
+    """What is wrong with this command line, parse and combinations."""
+    try:
+        load_checked(line.split(), presets=PRESETS, world_size=world_size, **kwargs)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def problem(line: str, world_size: int = 1, **kwargs: Any) -> str:
+    (only,) = problems(line, world_size, **kwargs)
+    return only
+
+
+# Keys and layers
+
+
+def test_every_key_of_the_contract_is_there() -> None:
+    assert list(GROUPS) == list(CONTRACT)
+    for group, keys in CONTRACT.items():
+        fields = GROUPS[group].model_fields
+        assert set(keys.split()) <= {key_name(name) for name in fields}, group
+        assert all(info.description and not info.is_required() for info in fields.values()), group
+
+
+def test_defaults_of_the_contract() -> None:
+    config = read("")
+    assert (config.parallel.tp, config.parallel.pp, config.parallel.dp, config.parallel.schedule) == (
+        1,
+        1,
+        None,
+        "1f1b",
+    )
+    assert (config.zero.stage, config.zero.bucket_mib, config.zero.shard_size) == (1, 64.0, "all")
+    assert (config.optim.betas, config.data.split, config.checkpoint.resume) == ((0.9, 0.95), 0.05, "auto")
+    assert find_problems(config, 1) == []
+
+
+def test_names_of_keys_and_fields() -> None:
+    for group in GROUPS.values():
+        for name in group.model_fields:
+            assert python_name(key_name(name)) == name
+    assert key_name("bucket_mib") == "bucket-mib"
+    assert key_name("async_") == "async"
+
+
+def test_later_layers_win(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("[train]\nsteps = 7\nmicro_batch = 3\n[optim]\nbetas = [0.5, 0.6]\n")
+    defaults = {"train": {"steps": 5, "seed": 9, "micro-batch": 2}}
+    config, options = load(["--preset", "mine", "--train.steps", "8"], defaults=defaults, presets=tmp_path)
+    assert (config.train.steps, config.train.micro_batch, config.train.seed) == (8, 3, 9)
+    assert config.optim.betas == (0.5, 0.6)
+    assert config.run.name == "mine"
+    assert options.source == tmp_path / "mine.toml"
+    by_path = load(["--config", str(tmp_path / "mine.toml")], presets=PRESETS)[0]
+    assert (by_path.train.steps, by_path.run.name) == (7, "mine")
+
+
+def test_of_a_repeated_key_the_last_wins() -> None:
+    assert read("--parallel.tp 2 --train.steps 3 --parallel.tp=4").parallel.tp == 4
+    assert read("--parallel.tp zero --parallel.tp 4").parallel.tp == 4
+
+
+def test_forms_of_values() -> None:
+    line = "--parallel.sequence False --parallel.partition 3,2,2 --optim.betas 0.8,0.9 --optim.lr=3e-4"
+    line += " --zero.bucket-mib .5 --zero.shard_size 4 --log.profile-steps 10:12 --checkpoint.async true"
+    config = read(line + " --parallel.dp none")
+    assert config.parallel.sequence is False
+    assert config.parallel.partition == (3, 2, 2)
+    assert config.optim.betas == (0.8, 0.9)
+    assert (config.optim.lr, config.zero.bucket_mib, config.zero.shard_size) == (3e-4, 0.5, 4)
+    assert config.log.profile_steps == (10, 12)
+    assert (config.checkpoint.async_, config.parallel.dp) == (True, None)
+    assert read("--log.profile-steps 5").log.profile_steps == (5, 5)
+    assert read("--precision.loss-scale 1024").precision.loss_scale == 1024.0
+
+
+def test_options_of_the_program() -> None:
+    _, options = load(["--dry-run", "--world-size", "8", "--parallel.tp", "2"], presets=PRESETS)
+    assert (options.dry_run, options.world_size, options.help) == (True, 8, False)
+    config, options = load(["--nonsense", "--help"], defaults={"model": {"arch": "llama"}}, presets=PRESETS)
+    assert options.help
+    assert config.model.arch == "llama"
+
+
+def test_a_config_is_frozen_and_hashable() -> None:
+    config = Config()
+    with pytest.raises(ValueError, match="frozen"):
+        config.parallel.tp = 2  # type: ignore[misc]
+    assert hash(config) == hash(Config())
+
+
+def test_floor_zero_needs_no_torch() -> None:
+    code = f"""import sys, types
+package = types.ModuleType("threed")  # in place of the real one, whose exports need torch
+package.__path__ = [{str(PRESETS.parents[1] / "threed")!r}]
+sys.modules.update(threed=package, torch=None)
+import threed.config, threed.checks, threed.arguments"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Refusals of single keys
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("--parallel.tpp 2", ["--parallel.tpp", "did you mean --parallel.tp?"]),
+        ("--paralel.tp 2", ["--paralel.tp", "did you mean --parallel.tp?"]),
+        ("--zero.bucket-mb 2", ["did you mean --zero.bucket-mib?"]),
+        ("--train.lr 1", ["did you mean --optim.lr?"]),
+        ("--micro-batch 1", ["no such flag", "--train.micro-batch"]),
+        ("--xyzzy.plugh 1", ["no such key", "--help"]),
+        ("--parallel.tp two", ["--parallel.tp two", "whole number"]),
+        ("--parallel.tp 2.5", ["whole number"]),
+        ("--parallel.tp 0", ["greater than or equal to 1"]),
+        ("--optim.lr nan", ["--optim.lr nan", "finite"]),
+        ("--optim.lr -1", ["greater than 0"]),
+        ("--optim.betas 0.9", ["two numbers, such as 0.9,0.95"]),
+        ("--optim.betas 0.9,1.5", ["--optim.betas 0.9,1.5", "less than 1"]),
+        ("--parallel.sequence yes", ["must be true or false"]),
+        ("--parallel.partition 3,x", ["3,2,2"]),
+        ("--parallel.schedule 1f1d", ["1f1b, gpipe", "did you mean 1f1b?"]),
+        ("--zero.stage 4", ["--zero.stage 4", "3"]),
+        ("--zero.shard-size half", ["all or a positive whole number"]),
+        ("--precision.loss-scale -2", ["dynamic or a positive number"]),
+        ("--log.profile-steps 5:3", ["first:last"]),
+        ("--run.name a/b", ["plain folder name"]),
+        ("--run.name ..", ["plain folder name"]),
+        ("--data.split 1", ["less than 1"]),
+        ("--model.dropout 1", ["less than 1"]),
+        ("--train.steps", ["--train.steps: its value is missing", "--train.steps N"]),
+        ("--precision.dtype --dry-run", ["its value is missing", "fp32|bf16"]),
+        ("--tp", ["no such flag", "did you mean --parallel.tp?"]),
+        ("tiny", ["tiny: not a flag"]),
+        ("--preset tinny", ["no such preset", "llama-tiny", "tiny"]),
+        ("--preset tiny --config x.toml", ["give one"]),
+        ("--config nowhere.toml", ["no such file", "--preset"]),
+        ("--world-size none", ["--world-size none", "whole number"]),
+    ],
+)
+def test_a_bad_flag_is_refused_with_its_fix(line: str, parts: list[str]) -> None:
+    text = problem(line)
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[train]\nsteps = = 3\n", ["bad.toml", "line 2"]),
+        ("steps = 3\n", ["steps stands outside any group", "[train]"]),
+        ("[trian]\nsteps = 3\n", ["--trian.steps (in", "bad.toml", "did you mean --train.steps?"]),
+        ("[train]\nsteps = true\n", ["--train.steps true (in", "must be a number"]),
+        ("[train]\nsteps = 2.5\n", ["--train.steps 2.5", "whole number"]),
+        ("[parallel]\nsequence = 1\n", ["--parallel.sequence 1", "true or false"]),
+        ("[parallel]\npartition = [3, 2.5]\n", ["--parallel.partition [3, 2.5]"]),
+        ("[train.steps]\nx = 3\n", ["--train.steps", "whole number"]),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_fix(tmp_path: Path, text: str, parts: list[str]) -> None:
+    (tmp_path / "bad.toml").write_text(text)
+    found = problem(f"--config {tmp_path / 'bad.toml'}")
+    for part in parts:
+        assert part in found
+
+
+def test_all_problems_come_at_once_and_without_noise() -> None:
+    found = problems(
+        "--parallel.tpp 3 --model.hidden x --optim.lr 0 --parallel.cp 2 --train.global-batch 10", world_size=8
+    )
+    assert [text.split(":")[0] for text in found] == [
+        "--parallel.tpp",
+        "--model.hidden x",
+        "--optim.lr 0",
+        "--parallel.cp 2",
+        "--train.global-batch 10 is not divisible by --train.micro-batch 2 × dp 4 = 8",
+    ]
+    report = format_problems(found)
+    assert report.startswith("threed: 5 problems")
+    assert report.count("\n  - ") == 5
+    # heads was misspelt and tp is no number: what follows from their defaults is nobody's mistake
+    assert len(problems("--model.headz 6 --model.seq 96 --parallel.tp 3", world_size=3)) == 1
+    assert len(problems("--parallel.tp x --parallel.dp 2", world_size=8)) == 1
+
+
+# Refusals of combinations
+
+
+@pytest.mark.parametrize(
+    ("line", "world", "parts"),
+    [
+        (
+            "--parallel.tp 2 --parallel.pp 2 --parallel.dp 2",
+            6,
+            ["tp 2 × pp 2 × dp 2 = 8", "start 8", "4 with --parallel.dp 1"],
+        ),
+        ("--parallel.tp 2 --parallel.dp 2", 8, ["world size 8 ≠ tp 2 × pp 1 × dp 2 = 4", "--parallel.dp 4", "start 4"]),
+        ("--parallel.tp 2 --parallel.pp 2", 6, ["world size 6", "tp 2 × pp 2 = 4", "start 4 or 8", "--nproc-per-node"]),
+        ("--parallel.tp 2 --parallel.pp 2", 2, ["start 4 or 8"]),
+        (
+            "--parallel.tp 4 --model.heads 6 --model.hidden 192",
+            4,
+            ["--model.heads 6", "--parallel.tp 4", "1, 2, 3 or 6"],
+        ),
+        (
+            "--parallel.tp 4 --model.heads 12 --model.hidden 192 --model.kv-heads 6",
+            4,
+            ["--model.kv-heads 6", "1, 2, 3, 6 or 12"],
+        ),
+        ("--model.heads 8 --model.kv-heads 3", 1, ["--model.kv-heads 3", "1, 2, 4 or 8"]),
+        ("--model.hidden 100", 1, ["--model.hidden 100", "96 or 104"]),
+        ("--model.hidden 24 --model.arch llama", 1, ["heads of size 3", "--model.head-dim 4"]),
+        ("--parallel.pp 4 --model.layers 3", 4, ["--model.layers 3 < --parallel.pp 4", "at most 3"]),
+        ("--parallel.pp 2 --parallel.partition 3,3,2", 2, ["for 3 stages", "give 2 numbers"]),
+        ("--parallel.pp 2 --parallel.partition 3,3", 2, ["makes 6 layers", "8 are needed"]),
+        ("--parallel.tp 2 --model.seq 33", 2, ["--model.seq 33", "32 or 34", "--parallel.sequence false"]),
+        ("--train.global-batch 10 --train.micro-batch 4", 2, ["4 × dp 2 = 8", "use 8 or 16", "--train.micro-batch 1"]),
+        ("--train.global-batch 2 --train.micro-batch 4", 1, ["use 4, or", "--train.micro-batch 2"]),
+        ("--train.steps 10 --train.stop-after 11", 1, ["--train.stop-after 11", "--train.steps 11"]),
+        ("--optim.lr 1e-4 --optim.min-lr 1e-3", 1, ["--optim.min-lr 0.001", "at most 0.0001"]),
+        ("--model.qk-norm true", 1, ["--model.arch llama"]),
+        ("--model.rope-theta 1e6", 1, ["--model.rope-theta 1e+06", "--model.arch llama"]),
+        ("--checkpoint.export-hf true --model.kv-heads 2", 1, ["--model.kv-heads 2", "--checkpoint.export-hf false"]),
+        ("--precision.reduce-dtype bf16", 1, ["with gradients in fp32", "--precision.reduce-dtype fp32"]),
+    ],
+)
+def test_an_impossible_combination_is_refused_with_its_fix(line: str, world: int, parts: list[str]) -> None:
+    text = problem(line, world)
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("line", "world"),
+    [
+        ("--parallel.tp 4 --model.kv-heads 2", 4),
+        ("--parallel.tp 2 --model.vocab 261 --model.ffn 333", 2),
+        ("--parallel.tp 2 --model.seq 33 --parallel.sequence false", 2),
+        ("--parallel.pp 6 --model.layers 6", 6),
+        ("--parallel.pp 3 --parallel.partition 3,3,2", 3),
+        ("--train.steps 3 --optim.warmup 20", 1),
+        ("--model.arch llama --model.qk-norm true --model.head-dim 48 --checkpoint.export-hf true", 1),
+        ("--precision.dtype fp64 --precision.reduce-dtype fp64", 1),
+        ("--precision.dtype bf16 --precision.grad-dtype bf16 --precision.reduce-dtype bf16", 1),
+        ("--zero.stage 0 --parallel.schedule gpipe --parallel.chunks 1", 8),
+    ],
+)
+def test_what_works_is_not_refused(line: str, world: int) -> None:
+    assert problems(line, world) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    """--parallel.cp 2|--parallel.ep 2|--parallel.schedule zb-h1|--parallel.chunks 2|--parallel.partition measured
+    --zero.stage 2|--zero.stage 3|--zero.shard-size 2|--zero.offload-optimizer cpu|--zero.offload-params nvme
+    --zero.nvme-path /mnt|--zero.prefetch 2|--zero.tile 4|--recompute.mode full|--recompute.every 2
+    --recompute.partition true|--recompute.offload cpu|--recompute.arena true|--precision.dtype fp16
+    --precision.dtype fp8|--precision.loss-scale 8|--optim.name lion|--checkpoint.async true""".replace(
+        "\n", "|"
+    ).split("|"),
+)
+def test_a_feature_that_is_not_there_is_refused_by_name(line: str) -> None:
+    flag, value = line.split()
+    text = problem(line, world_size=4)
+    assert text.startswith(f"{flag} {value.removesuffix('.0')}")
+    assert "is not there yet; use " + flag in text
+
+
+def test_each_refusal_lets_its_own_fix_through() -> None:
+    for refusal in REFUSALS:
+        for value in refusal.works:
+            config = Config.model_validate({refusal.group: {refusal.field: value}})
+            assert refusal.find(config) is None
+
+
+def test_a_world_of_machines_is_counted_in_all() -> None:
+    assert "--nnodes × --nproc-per-node, now 4 on this machine" in problem(
+        "--parallel.tp 3 --model.heads 6 --model.hidden 192 --model.seq 96", 8, local_world=4
+    )
+
+
+def test_a_dry_run_is_checked_in_its_own_world() -> None:
+    assert problems("--dry-run --world-size 8 --parallel.tp 8", world_size=1) == []
+    assert problems("--parallel.tp 8", world_size=1) != []
+
+
+def test_vocabulary_smaller_than_the_tokenizers() -> None:
+    (text,) = find_problems(read("--model.vocab 200"), 1, tokenizer_vocab=260)
+    assert "--model.vocab 260" in text
+    assert find_problems(read("--model.vocab 300"), 1, tokenizer_vocab=260) == []
+
+
+# Derived values
+
+
+def test_dp_is_what_is_left_of_the_world() -> None:
+    assert derive_dp(read("--parallel.tp 2 --parallel.pp 2"), 8) == 2
+    assert derive_dp(read("--parallel.dp 3"), 3) == 3
+
+
+def test_resolve_fills_in_gpt() -> None:
+    config = resolve(read("--parallel.tp 2 --model.hidden 96 --model.heads 6"), vocab=260, world_size=8)
+    model = config.model
+    assert (model.kv_heads, model.head_dim, model.ffn, model.vocab, model.tied, model.bias) == (
+        6,
+        16,
+        384,
+        260,
+        True,
+        True,
+    )
+    assert (config.parallel.dp, config.parallel.sequence, config.parallel.chunks) == (4, True, 1)
+    assert (config.precision.grad_dtype, config.precision.reduce_dtype) == ("fp32", "fp32")
+    assert config.optim.min_lr == pytest.approx(1e-4)
+    assert (config.run.name, config.run.dir) == ("gpt", "runs/gpt")
+
+
+def test_resolve_fills_in_llama() -> None:
+    model = resolve(read("--model.arch llama --model.hidden 4096 --model.heads 32 --model.vocab 300"), vocab=260).model
+    # Llama 7B: 4096 -> 11008 is 8/3 h rounded up to a multiple of 256; to one of 64 it is 10944
+    assert (model.ffn, model.vocab, model.tied, model.bias) == (10944, 300, False, False)
+
+
+def test_resolve_keeps_what_was_said() -> None:
+    line = "--precision.dtype fp64 --model.ffn 7 --model.tied false --model.kv-heads 2 --model.head-dim 10"
+    line += " --optim.min-lr 0 --run.name x --run.dir y --parallel.tp 2 --parallel.sequence false"
+    config = resolve(read(line), vocab=260)
+    model = config.model
+    assert (model.ffn, model.tied, model.kv_heads, model.head_dim) == (7, False, 2, 10)
+    assert (config.optim.min_lr, config.run.dir, config.parallel.sequence, config.parallel.dp) == (
+        0.0,
+        "y",
+        False,
+        None,
+    )
+    assert (config.precision.grad_dtype, config.precision.reduce_dtype) == ("fp64", "fp64")
+    assert resolve(config, vocab=1) == config
+
+
+# To TOML and back, help, presets
+
+
+def test_toml_of_defaults_and_resolved_round_trips(tmp_path: Path) -> None:
+    line = "--parallel.tp 2 --parallel.partition 5,3 --parallel.pp 2 --log.profile-steps 2:3 --run.name résumé"
+    for config in (read(""), resolve(read(line), vocab=260, world_size=4)):
+        path = tmp_path / "config.toml"
+        path.write_text(to_toml(config), encoding="utf-8")
+        again = read(f"--config {path}", defaults={"train": {"steps": 77}, "data": {"path": "elsewhere"}})
+        named = again.model_copy(update={"run": config.run}) if config.run.name is None else again
+        assert named == config
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda text: text != "none")
+
+
+@given(
+    name=texts.filter(lambda text: re.fullmatch(r"[^/\\]*[^/\\.][^/\\]*", text) is not None),
+    path=texts,
+    lr=st.floats(min_value=1e-30, max_value=1e30),
+    seed=st.integers(0, 2**63 - 1),
+    flag=st.sampled_from([None, True, False]),
+)
+def test_any_value_round_trips(
+    tmp_path_factory: pytest.TempPathFactory, name: str, path: str, lr: float, seed: int, flag: bool | None
+) -> None:
+    groups = {"run": {"name": name, "dir": path}, "data": {"path": path}, "optim": {"lr": lr}, "train": {"seed": seed}}
+    config = Config.model_validate({**groups, "parallel": {"sequence": flag}})
+    file = tmp_path_factory.getbasetemp() / "any.toml"
+    file.write_bytes(to_toml(config).encode())
+    assert read(f"--config {file}") == config
+
+
+@given(st.lists(st.text(alphabet="-.= abtpx019", max_size=12), max_size=6))
+def test_no_command_line_breaks_the_parser(argv: list[str]) -> None:
+    with contextlib.suppress(ConfigError):
+        assert isinstance(load(argv, presets=PRESETS)[0], Config)
+
+
+def test_help_names_every_key_with_its_default() -> None:
+    text = help_text(read("--train.steps 77"), "pretrain/gpt.py", presets=PRESETS, width=90)
+    for group, model in GROUPS.items():
+        for name in model.model_fields:
+            assert f"  --{group}.{key_name(name)} " in text
+    assert "--parallel.tp N " in text
+    assert "--precision.dtype fp32|bf16|fp16|fp8|fp64" in text
+    assert "--parallel.sequence true|false" in text
+    assert "(default 77)" in text
+    assert "llama-tiny" in text
+    assert max(len(line) for line in text.splitlines() if "|" not in line) <= 90
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(PRESETS.glob("*.toml"))])
+def test_presets_are_sound(name: str) -> None:
+    assert problems(f"--preset {name}", world_size=1) == []
+    layouts = [("tp 2", "pp 2", 4), ("tp 1", "pp 4", 8), ("tp 4", "pp 1", 8), ("tp 1", "pp 1", 8)]
+    for tp, pp, world in layouts:
+        assert problems(f"--preset {name} --parallel.{tp} --parallel.{pp}", world) == []
+
+
+def test_the_tiny_preset_fits_its_promise() -> None:
+    config = resolve(read("--preset tiny --parallel.tp 2 --parallel.pp 2"), vocab=260, world_size=4)
+    assert config.run.dir == "runs/tiny"
+    tokens = config.train.steps * config.train.global_batch * config.model.seq
+    assert tokens <= 1_000_000
