@@ -101,9 +101,11 @@ class Engine:
         self.ranges = build.partition(config.parallel.partition, model.costs(config.train.micro_batch), topology.pp)
         self.stage_index = topology.axis("pp").index
         mine = [layers[index] for index in self.ranges[self.stage_index]]
+        tied = build.tied_weights(layers, self.ranges)
+        topology.prepare(build.blocks(layers), tied.values())
         self.layout = layout.build(
             mine,
-            build.tied_weights(layers, self.ranges),
+            tied,
             topology,
             shards=config.zero.stage > 0,
             bucket_bytes=int(config.zero.bucket_mib * 2**20),

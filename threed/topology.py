@@ -12,9 +12,10 @@ receive of the other direction (the deadlock of pp = 2, where the previous rank 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -103,7 +104,7 @@ class Topology:
         self.sizes = grid_sizes(self.world, pp=pp, dp=dp, cp=cp, tp=tp)
         self.coordinates = coordinates(self.rank, self.sizes)
         self.traffic: Counter[str] = Counter()
-        self._sub: dict[tuple[str, tuple[int, ...]], Axis] = {}
+        self._ties: dict[tuple[int, ...], Axis] = {}
         self._axes = {name: self._line(name, self._ranks_along(name)) for name in AXES}
         self._axes["world"] = Axis(
             "world",
@@ -114,25 +115,28 @@ class Topology:
         )
         self._links = self._make_links()
 
+    def prepare(self, blocks: Iterable[str] = (), ties: Iterable[tuple[int, ...]] = ()) -> None:
+        """Makes the groups that a model asks for beyond the grid's lines. Collective over the world, same arguments.
+
+        blocks: axes such as "tp/2", blocks of two neighbours on the tp axis. ties: pipeline stages that hold copies
+        of one weight; the ranks of these stages in one column of the grid become an axis.
+        """
+        for name in sorted(set(blocks) - set(self._axes)):
+            base, _, width = name.partition("/")
+            line, n = self._axes[base], int(width)
+            first = line.index // n * n
+            self._axes[name] = self._line(base, line.ranks[first : first + n])
+        for stages in sorted(set(ties) - set(self._ties)):
+            line = self._axes["pp"]
+            self._ties[stages] = self._line("pp", tuple(line.ranks[s] for s in stages))
+
     def axis(self, name: str) -> Axis:
-        """The axis called pp, dp, cp, tp or world; or "tp/2": blocks of two neighbours on the tp axis.
+        """The axis called pp, dp, cp, tp or world, or a block of one such as "tp/2" that was prepared."""
+        return self._axes[name]
 
-        Blocks are made on first use, collectively.
-        """
-        base, _, width = name.partition("/")
-        if not width:
-            return self._axes[name]
-        line, n = self._axes[base], int(width)
-        first = line.index // n * n
-        return self._subset(base, line.ranks[first : first + n])
-
-    def stages(self, stages: Sequence[int]) -> Axis:
-        """The ranks of the given pipeline stages in my column of the grid, for a weight that lives on all of them.
-
-        Collective over those ranks; made on first use; only a rank of one of these stages may ask.
-        """
-        line = self._axes["pp"].ranks
-        return self._subset("pp", tuple(line[s] for s in stages))
+    def stages(self, stages: tuple[int, ...]) -> Axis:
+        """The ranks of the given pipeline stages in my column of the grid, prepared for a weight they all hold."""
+        return self._ties[stages]
 
     def link(self, source: int, target: int) -> Link:
         """The channel from stage `source` to stage `target`, of which this rank is one end."""
@@ -159,23 +163,27 @@ class Topology:
         return tuple(rank_of({**self.coordinates, name: i}, self.sizes) for i in range(self.sizes[name]))
 
     def _line(self, label: str, ranks: tuple[int, ...]) -> Axis:
-        # Only the members make the group: at a thousand ranks the collective way costs thousands of store rounds.
-        group = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
-        return Axis(label, ranks, ranks.index(self.rank), group, self.traffic)
+        """The axis of `ranks`. A rank that is not among them makes a group of its own meanwhile; it is of no use.
 
-    def _subset(self, label: str, ranks: tuple[int, ...]) -> Axis:
-        if (label, ranks) not in self._sub:
-            self._sub[label, ranks] = self._line(label, ranks)
-        return self._sub[label, ranks]
+        Only the members meet, for at a thousand ranks the collective way costs thousands of store rounds. torch then
+        names a group by its ranks and the number of groups this process has: so every rank has to make one each time.
+        """
+        if len(ranks) == 1:
+            return Axis(label, ranks, 0, None, self.traffic)
+        member = self.rank in ranks
+        group = dist.new_group(list(ranks) if member else [self.rank], use_local_synchronization=True)
+        return Axis(label, ranks, ranks.index(self.rank) if member else -1, group if member else None, self.traffic)
 
     def _make_links(self) -> dict[tuple[int, int], Link]:
         line, links = self._axes["pp"], {}
-        for lower in range(line.size - 1):
-            pair = (line.ranks[lower], line.ranks[lower + 1])
-            if self.rank in pair:
-                peer = pair[1 - pair.index(self.rank)]
-                for ends in ((lower, lower + 1), (lower + 1, lower)):
-                    links[ends] = Link(peer, self._line("pp", pair))
+        # Pairs of one parity are disjoint: all of them are made at once.
+        for parity, direction in itertools.product((0, 1), (1, -1)) if line.size > 1 else ():
+            lower = line.index - (line.index - parity) % 2
+            paired = lower >= 0 and lower + 1 < line.size
+            axis = self._line("pp", line.ranks[lower : lower + 2] if paired else ())
+            if paired:
+                ends = (lower, lower + 1)[::direction]
+                links[ends[0], ends[1]] = Link(line.ranks[lower + (lower == line.index)], axis)
         return links
 
 

@@ -36,3 +36,9 @@ def tied_weights(layers: Sequence[nn.Module], ranges: Ranges) -> dict[str, tuple
             for name in names(layers[index]):
                 homes.setdefault(name, set()).add(stage)
     return {name: tuple(sorted(stages)) for name, stages in homes.items() if len(stages) > 1}
+
+
+def blocks(layers: Sequence[nn.Module]) -> set[str]:
+    """The axes that some parameter of the model is replicated or partial over."""
+    specs = [spec_of(param) for layer in layers for param in layer.parameters()]
+    return {axis for spec in specs for axis in (spec.replicated, spec.partial) if axis is not None}
