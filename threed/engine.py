@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +43,16 @@ from threed.zero.optimizer import Optimizer
 from threed.zero.reducer import Reducer
 
 Batch = Mapping[str, Tensor]
+PHASES = ("fwd_bwd_s", "dp_comm_s", "optim_s")
 
 
 @dataclass(frozen=True, eq=False)
 class StepMetrics:
-    """What one step found out; reading a property waits for the device."""
+    """What one step found out; reading a property waits for the device.
+
+    tokens: of the global batch. seconds: host time of the step's phases (fwd_bwd_s, dp_comm_s: what of the gradient
+    reduction was left to wait for, optim_s).
+    """
 
     step: int
     tokens: int
@@ -54,6 +60,7 @@ class StepMetrics:
     _grad_norm: Tensor
     _lr: Tensor
     _skipped: Tensor
+    seconds: Mapping[str, float]
 
     @property
     def loss(self) -> float:
@@ -150,14 +157,21 @@ class Engine:
         batch: 'tokens' and 'labels', int64 [b s], b a multiple of the micro-batch size; labels below 0 are not
         counted; 'samples', int64 [b], global sample indices, by default in order of consumption.
         """
+        times = [time.perf_counter()]
         micros = self._micro_batches(batch, training=True)
         self.reducer.begin(len(micros))
         losses = self.executor.run(self._plan(len(micros)), micros, self._boundary(batch))
-        update = self.optimizer.step(self.reducer.finish(), self._carry(losses))
+        times.append(time.perf_counter())
+        slices = self.reducer.finish()
+        times.append(time.perf_counter())
+        update = self.optimizer.step(slices, self._carry(losses))
+        times.append(time.perf_counter())
         self.steps += 1
-        tokens = batch["tokens"].numel() * self.topology.dp
         self.consumed += len(batch["tokens"]) * self.topology.dp
-        return StepMetrics(self.steps, tokens, update.sums[0], update.grad_norm, update.lr, self.optimizer.skips.clone())
+        tokens = batch["tokens"].numel() * self.topology.dp
+        seconds = {name: b - a for name, a, b in zip(PHASES, times[:-1], times[1:], strict=True)}
+        skipped = self.optimizer.skips.clone()
+        return StepMetrics(self.steps, tokens, update.sums[0], update.grad_norm, update.lr, skipped, seconds)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """The mean token loss (scalar tensor, on every rank) of this data rank's share of a batch, without training."""
@@ -214,10 +228,11 @@ class Engine:
     def _forward_plan(self, microbatches: int) -> Plan:
         return lowered("forward-only", self.topology.pp, microbatches)
 
-    def record(self) -> list[Span]:
-        """Starts to record what runs when; the list fills as plans are run."""
-        self.executor.spans = []
-        return self.executor.spans
+    def record(self, on: bool = True) -> list[Span]:
+        """Starts (or stops) to record what runs when; gives the spans recorded so far."""
+        spans = self.executor.spans or []
+        self.executor.spans = [] if on else None
+        return spans
 
     # --------------------------------------------------------------------------------------------------------- state
 

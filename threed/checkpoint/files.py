@@ -1,17 +1,19 @@
 """Files of tensors: written as a stream with their hash, durable, and never taken for whole when they are not.
 
 The format is safetensors (an 8-byte length, a JSON header, the bytes), written here rather than by the library so that
-the hash is made on the way, nothing is copied into one big buffer, and a full disk is an error at the byte it happens.
+the hash is made on the way, one tensor is in memory at a time, and a full disk is an error at the byte it happens.
 Read with the library.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.uint8: "U8",
 }  # fmt: skip
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux's fcntl.h and linux/fs.h
 
 
 class CheckpointError(RuntimeError):
@@ -29,9 +32,20 @@ class CheckpointError(RuntimeError):
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
     """Writes tensors as a safetensors file, flushed to the disk; gives its sha256 in hex. OSError when it cannot."""
+    about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return stream_tensors(path, about, tensors.values(), metadata)
+
+
+def stream_tensors(
+    path: Path,
+    about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> str:
+    """Like `write_tensors`, but takes dtype and shape of all tensors first, then the tensors one by one, in that order."""
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        for part in _parts(tensors, metadata or {}):
+        for part in _parts(about, tensors, metadata or {}):
             digest.update(part)
             file.write(part)
         file.flush()
@@ -39,17 +53,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     return digest.hexdigest()
 
 
-def _parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]):  # type: ignore[no-untyped-def]
+def _parts(
+    about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor], metadata: Mapping[str, str]
+) -> Iterator[bytes | memoryview]:
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + size]}
-        end += size
+    for name, (dtype, shape) in about.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for tensor in tensors.values():
+    for (name, wanted), tensor in zip(about.items(), tensors, strict=True):
+        if (tensor.dtype, tuple(tensor.shape)) != wanted:
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {wanted}")
         yield memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
@@ -74,6 +91,36 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def building_place(path: Path) -> Path:
+    """Where the folder `path` is built before it gets its name: beside it, so that a rename is enough."""
+    return path.with_name(path.name + ".tmp")
+
+
+def publish(building: Path, path: Path) -> None:
+    """Gives a finished folder its name, durably; a folder that has it already is replaced. OSError when it cannot.
+
+    Where the system can swap two names in one step, `path` is a whole folder at every moment.
+    """
+    sync_folder(building)
+    if not path.exists():
+        building.rename(path)
+    elif _swap(building, path):
+        shutil.rmtree(building, ignore_errors=True)
+    else:
+        old = path.with_name(path.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+        building.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    sync_folder(path.parent)
+
+
+def _swap(a: Path, b: Path) -> bool:
+    """Exchanges two names by Linux's renameat2(2); False where there is no such call, or not on this file system."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    return call is not None and call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
 
 
 def check_space(folder: Path, needed: int) -> None:

@@ -66,10 +66,10 @@ class Executor:
         self._sent: deque[Pending] = deque()
         self._outputs: dict[int, Tensor] = {}
         for action in plan.ranks[self.rank]:
-            begin = time.perf_counter()
+            self._began = time.perf_counter()
             self._handlers[action.kind](action)
             if self.spans is not None:
-                self.spans.append((action, begin, time.perf_counter()))
+                self.spans.append((action, self._began, time.perf_counter()))
         while self._sent:
             self._sent.popleft().wait()
         return [self._outputs[m] for m in sorted(self._outputs)]
@@ -93,7 +93,9 @@ class Executor:
         if self._plan.producer(self.rank, action) is None:
             return None
         arrived = self._arriving.pop((kind, action.microbatch, action.chunk))
-        return arrived.wait() if isinstance(arrived, Pending) else arrived
+        value = arrived.wait() if isinstance(arrived, Pending) else arrived
+        self._began = time.perf_counter()  # waiting for another stage is no work: the bubble shows it
+        return value
 
     def _give(self, send: Kind, receive: Kind, action: Action, value: Tensor) -> None:
         """Leaves a result for the send that follows, or for the next stage if that is on this rank."""

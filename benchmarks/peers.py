@@ -1,0 +1,234 @@
+"""The torch-native peers: each trains the reference model on the same global batch as `benchmarks.engines` does.
+
+DDP and FSDP2 (data), DTensor tensor parallelism with and without sequence parallelism, torch.distributed.pipelining
+(GPipe, 1F1B), and all three composed. An engine takes the model's shapes and the run's `args` (`batch`, the global
+batch in sequences, and `microbatches`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import reference
+from benchmarks.reference import ADAM, GPTConfig
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def optimizers(params: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """AdamW by torch's fused kernel, one for each device mesh among the parameters: a fused call takes one only."""
+    groups: dict[str, list[nn.Parameter]] = {}
+    for p in params:
+        groups.setdefault(str(getattr(p, "device_mesh", None)), []).append(p)
+    return [torch.optim.AdamW(group, fused=True, **ADAM) for group in groups.values()]
+
+
+class Peer:
+    """A model and its optimizers. step(x, y): one optimizer step on the global batch [b s], this rank's loss or None.
+
+    loss_ranks: the ranks whose mean loss is the global one.
+    """
+
+    loss_ranks: list[int]
+    optimizers: list[torch.optim.Optimizer]
+
+    def finish(self) -> None:
+        """Waits for what a step left under way: nothing here."""
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+class Single(Peer):
+    """One process."""
+
+    def __init__(self, config: GPTConfig, args: Any) -> None:
+        self.loss_ranks = [0]
+        self.index, self.size = dist.get_rank(), dist.get_world_size()
+        self.model = self.wrap(reference.build(config))
+        self.optimizers = optimizers(self.model.parameters())
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model as this engine trains it."""
+        return model
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = reference.loss_of(self.model(x), y)
+        loss.backward()
+        self.update()
+        return local(loss.detach())
+
+
+class DDP(Single):
+    """DistributedDataParallel."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self.loss_ranks = list(range(self.size))
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().step(x.chunk(self.size)[self.index], y.chunk(self.size)[self.index])
+
+
+class FSDP2(DDP):
+    """fully_shard on every block and the rest; parameters are freed after the forward (ZeRO-3)."""
+
+    def wrap(self, model: Any) -> nn.Module:
+        self.loss_ranks = list(range(self.size))
+        mesh = init_device_mesh("cpu", (self.size,))
+        for module in (*model.blocks.values(), model):
+            fully_shard(module, mesh=mesh)
+        return model
+
+
+class TP(Single):
+    """DTensor tensor parallelism."""
+
+    sequence = False
+
+    def wrap(self, model: Any) -> nn.Module:
+        slice_by_tensor(model, init_device_mesh("cpu", (self.size,)), self.sequence)
+        return model
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        with loss_parallel():
+            return super().step(x, y)
+
+
+class TPSequence(TP):
+    """DTensor tensor parallelism with sequence parallelism."""
+
+    sequence = True
+
+
+def slice_by_tensor(part: Any, mesh: DeviceMesh, sequence: bool) -> None:
+    """Heads, MLP and vocabulary split over the mesh; the logits stay split, for `loss_parallel`."""
+    between = Shard(1) if sequence else Replicate()
+    top: dict[str, Any] = {}
+    if part.first:
+        top["wte"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+    if part.first and sequence:
+        top["wpe"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+    if part.last and sequence:
+        top["ln_f"] = SequenceParallel()
+    if part.last:
+        top["head"] = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
+    if top:
+        parallelize_module(part, mesh, top)
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in ("attn.qkv", "mlp.up")}
+    plan.update({name: RowwiseParallel(output_layouts=between) for name in ("attn.proj", "mlp.down")})
+    if sequence:
+        gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        plan.update({"attn": gather, "mlp": gather, "ln1": SequenceParallel(), "ln2": SequenceParallel()})
+    for block in part.blocks.values():
+        parallelize_module(block, mesh, dict(plan))
+    part.tie()
+
+
+class Pipeline(Peer):
+    """torch.distributed.pipelining with equal numbers of blocks a stage; over dp (fully_shard) and tp when asked.
+
+    Tied weights are not its business: first and last stage hold a copy each, and their gradients are summed here.
+    """
+
+    schedule: Any = pipelining.Schedule1F1B
+    dp, tp, sequence = 1, 1, False
+
+    def __init__(self, config: GPTConfig, args: Any) -> None:
+        pp = dist.get_world_size() // (self.dp * self.tp)
+        mesh = init_device_mesh("cpu", (pp, self.dp, self.tp), mesh_dim_names=("pp", "dp", "tp"))
+        stage, self.share = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+        self.first, self.last = stage == 0, stage == pp - 1
+        lo, hi = (n * config.n_layer // pp for n in (stage, stage + 1))
+        self.part = reference.build(config, lo, hi, self.first, self.last)
+        self._split(mesh)
+        self.plan = self.schedule(
+            pipelining.PipelineStage(self.part, stage, pp, torch.device("cpu"), group=mesh["pp"].get_group()),
+            n_microbatches=args.microbatches, loss_fn=reference.loss_of, scale_grads=True,
+        )  # fmt: skip
+        self.loss_ranks = [int(rank) for rank in mesh.mesh[-1, :, 0]]
+        self.tied = self._tie(mesh.mesh)
+        self.optimizers = optimizers(self.part.parameters())
+
+    def _split(self, mesh: DeviceMesh) -> None:
+        if self.tp > 1:
+            slice_by_tensor(self.part, mesh["tp"], self.sequence)
+        if self.dp > 1:
+            for module in (*self.part.blocks.values(), self.part):
+                fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
+
+    def _tie(self, grid: Tensor) -> Any:
+        """The group of this rank and its twin at the pipeline's other end, None in between."""
+        mine = None
+        for pair in zip(grid[0].flatten().tolist(), grid[-1].flatten().tolist(), strict=True):
+            group = dist.new_group(list(pair))
+            mine = group if dist.get_rank() in pair else mine
+        return mine
+
+    def _tied_weights(self) -> Iterator[nn.Parameter]:
+        if self.first:
+            yield self.part.wte.weight
+        if self.last:
+            yield self.part.head.weight
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor | None:
+        x, y = x.chunk(self.dp)[self.share], y.chunk(self.dp)[self.share]
+        losses: list[Tensor] = []
+        with loss_parallel() if self.tp > 1 else contextlib.nullcontext():
+            target = {"target": y, "losses": losses} if self.last else {}
+            self.plan.step(*((x,) if self.first else ()), **target)
+        for weight in self._tied_weights():
+            total = local(weight.grad).contiguous()
+            dist.all_reduce(total, group=self.tied)
+            local(weight.grad).copy_(total)
+        self.update()
+        return torch.stack([local(loss.detach()) for loss in losses]).mean() if losses else None
+
+
+class PipelineGPipe(Pipeline):
+    """All forwards, then all backwards."""
+
+    schedule = pipelining.ScheduleGPipe
+
+
+class Composed(Pipeline):
+    """pipelining 1F1B x fully_shard x DTensor, two of each."""
+
+    dp, tp = 2, 2
+
+
+class ComposedSequence(Composed):
+    """The same with sequence parallelism."""
+
+    sequence = True
+
+
+PEERS = {
+    "single": Single, "ddp": DDP, "fsdp2": FSDP2, "dtensor_tp": TP, "dtensor_tp_sp": TPSequence,
+    "torch_gpipe": PipelineGPipe, "torch_1f1b": Pipeline, "torch_3d": Composed, "torch_3d_sp": ComposedSequence,
+}  # fmt: skip

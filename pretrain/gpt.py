@@ -1,0 +1,23 @@
+"""Trains a GPT in three dimensions.
+
+    torchrun --standalone --nproc-per-node 4 pretrain/gpt.py --preset tiny --parallel.tp 2 --parallel.pp 2
+    python pretrain/gpt.py --help                                  # every key, its meaning and default
+    python pretrain/gpt.py --preset tiny --dry-run --world-size 4  # check, and print what it would take
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from threed import launch
+
+if __name__ == "__main__":
+    sys.exit(
+        launch.main(
+            sys.argv[1:],
+            defaults={"model": {"arch": "gpt"}},
+            presets=Path(__file__).parent / "presets",
+            prog="pretrain/gpt.py",
+        )
+    )

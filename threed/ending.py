@@ -1,0 +1,63 @@
+"""The end of a run: pictures, the Hugging Face export, and a few lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from threed import collectives
+from threed.data import Data
+from threed.engine import Engine
+from threed.forecast import Forecast
+from threed.monitor import figures, metrics
+from threed.sampling import generate
+from threed.schedules import span_and_bubble, svg
+
+PROMPT = "def "
+
+
+def sample_text(engine: Engine, data: Data, count: int) -> str:
+    """A prompt and `count` tokens that the model continues it with. Collective."""
+    prompt = data.tokenizer.encode(PROMPT) or [data.tokenizer.eot]
+    return data.tokenizer.decode(generate(engine, prompt, count))
+
+
+def memory_rows(engine: Engine, forecast: Forecast, baseline: int, peak: int) -> list[dict[str, Any]]:
+    """Predicted and measured bytes of every rank, for the picture. Collective."""
+    measured = collectives.exchange([peak, baseline], engine.topology.axis("world"))
+    return [
+        {"rank": rank["rank"], "label": rank["label"], "predicted": rank["bytes"], "measured": m, "baseline": b}
+        for rank, (m, b) in zip(forecast.ranks, measured, strict=True)
+    ]
+
+
+def draw(
+    folder: Path, data: Data, forecast: Forecast, spans: Sequence[Sequence[Any]], memory: Sequence[Mapping[str, Any]]
+) -> list[Path]:
+    """Draws loss.svg, memory.svg and pipeline.svg into the run's figures; gives those that were drawn."""
+    out = folder / "figures"
+    out.mkdir(exist_ok=True)
+    figures.save_figure_data(
+        folder, uniform_entropy=data.uniform_entropy, unigram_entropy=data.unigram_entropy, memory=list(memory)
+    )
+    drawn = []
+    rows = metrics.read(folder / "metrics.jsonl")
+    if figures.loss_figure(rows, out / "loss.svg", data.uniform_entropy, data.unigram_entropy):
+        drawn.append(out / "loss.svg")
+    if spans and any(spans):
+        bubble = span_and_bubble(spans)[1]
+        subtitle = f"measured bubble {bubble:.1%}, ideal {forecast.bubble:.1%}; {forecast.microbatches} micro-batches"
+        title = f"One step of {forecast.config.parallel.schedule} on {len(spans)} pipeline ranks, as it ran"
+        (out / "pipeline.svg").write_text(svg(spans, title, subtitle, unit="s"))
+        drawn.append(out / "pipeline.svg")
+    if figures.memory_figure(memory, out / "memory.svg"):
+        drawn.append(out / "memory.svg")
+    return drawn
+
+
+def export(checkpoint: Path, out: Path, data: Data) -> Path:
+    """Writes the Hugging Face folder of a checkpoint."""
+    from threed.checkpoint.hf import export_hf
+
+    return export_hf(checkpoint, out, data.tokenizer)

@@ -1,0 +1,149 @@
+"""From a command line to a run: parse, check everything, then topology -> model -> engine -> trainer.
+
+    raise SystemExit(launch.main(sys.argv[1:], defaults={"model": {"arch": "gpt"}}, presets=..., prog="pretrain/gpt.py"))
+
+All that can be found wrong is found before any process group is made, reported at once by local rank 0, and ends the
+program with exit code 2.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from threed import collectives, models
+from threed.arguments import format_problems, help_text, load_checked
+from threed.checkpoint import native
+from threed.checkpoint.files import CheckpointError, check_space
+from threed.checks import find_problems
+from threed.config import Config, ConfigError, resolve
+from threed.data import Data, open_data
+from threed.data import find_problems as find_data_problems
+from threed.engine import Engine
+from threed.forecast import Forecast, checkpoint_bytes
+from threed.layers import Slicing
+from threed.monitor import process
+from threed.topology import Topology
+from threed.trainer import Trainer, candidates
+
+
+def main(
+    argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]], presets: Path, prog: str, world: int | None = None
+) -> int:
+    """Trains as the command line says; the exit code: 0, or 2 when something about it is wrong."""
+    process.die_with_parent()
+    world, local = world or int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    local_world = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
+    try:
+        config, options = load_checked(
+            argv, defaults=defaults, presets=presets, world_size=world, local_world=local_world
+        )
+        if options.help:
+            return _say(help_text(config, prog, presets=presets), local)
+        world = options.world_size or world
+        data = _open(config)
+        config = _checked(config, data, world)
+    except ConfigError as error:
+        return _refuse(error.problems, local)
+    if options.dry_run:
+        return _say(Forecast.of(config, world).text(), local)
+    if options.world_size is not None:
+        return _refuse(["--world-size goes with --dry-run; torchrun sets the world size of a run"], local)
+    train(config, data, [prog, *argv])
+    return 0
+
+
+def train(config: Config, data: Data, command: list[str]) -> None:
+    """Builds topology, model and engine from a resolved configuration, and trains."""
+    baseline = process.peak_rss_bytes()
+    p = config.parallel
+    topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp)
+    slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed)
+    engine = Engine(models.build(config.model, slicing), topology, config)
+    Trainer(engine, data, command, baseline).run()
+    collectives.shutdown()
+
+
+def _say(text: str, local: int) -> int:
+    if local == 0:
+        print(text)
+    return 0
+
+
+def _refuse(problems: list[str], local: int) -> int:
+    """Exit code 2; the other ranks wait for local rank 0 to speak, for a launcher ends all ranks with the first."""
+    if local == 0:
+        print(format_problems(problems), file=sys.stderr, flush=True)
+    else:
+        time.sleep(5)
+    return 2
+
+
+def _open(config: Config) -> Data:
+    d = config.data
+    problems = find_data_problems(d.path, d.tokenizer, d.split)
+    if not problems:
+        try:
+            return open_data(d.path, d.tokenizer, d.split, config.model.seq, config.train.seed)
+        except (ValueError, OSError) as error:
+            problems = [str(error)]
+    raise ConfigError(problems)
+
+
+def _checked(config: Config, data: Data, world: int) -> Config:
+    """The resolved configuration, or ConfigError with what the data, the device, the disk or a checkpoint object to."""
+    problems = find_problems(config, world, tokenizer_vocab=data.vocab)
+    if problems:
+        raise ConfigError(problems)
+    config = resolve(config, data.vocab, world)
+    try:
+        forecast = Forecast.of(config, world)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+    folder = Path(config.run.dir or "runs")
+    problems = [*_disk_problems(folder, forecast), *_resume_problems(folder, config), *_device_problems(config)]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _disk_problems(folder: Path, forecast: Forecast) -> list[str]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        check_space(folder, checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype))
+    except CheckpointError as error:
+        return [str(error)]
+    except OSError as error:
+        return [f"the run folder {folder} cannot be made ({error.strerror}): choose another with --run.dir"]
+    return []
+
+
+def _resume_problems(folder: Path, config: Config) -> list[str]:
+    """Whether what would be resumed is there and has this model's shape; damage is found when it is read."""
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "none") and not (Path(resume) / native.MANIFEST).is_file():
+        return [f"--checkpoint.resume {resume}: no checkpoint is there (no {native.MANIFEST}); give a step-N folder"]
+    for path in candidates(folder, resume):
+        try:
+            return native.model_differences(native.read_manifest(path), config)
+        except CheckpointError as error:
+            if resume != "auto":
+                return [str(error)]
+    return []
+
+
+def _device_problems(config: Config) -> list[str]:
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if torch.cuda.is_available() and local_world > torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        return [
+            f"{local_world} ranks on a machine with {count} GPU{'s' if count > 1 else ''}: start {count},"
+            " or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU"
+        ]
+    return []

@@ -1,0 +1,291 @@
+"""The loop: batches in, steps, validation, checkpoints, and at the end pictures, an export and a few lines of text.
+
+    Trainer(engine, data, command, baseline).run()
+
+Phases of a run: resume -> steps (log, evaluate, save on their intervals) -> the end. Every rank walks the same loop;
+only rank 0 writes what people read.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from threed import collectives, ending
+from threed.arguments import to_toml
+from threed.checkpoint.files import CheckpointError
+from threed.data import Data, Prefetcher
+from threed.engine import Engine, StepMetrics
+from threed.forecast import Forecast
+from threed.monitor import Heartbeat, Monitor, Throughput, process
+from threed.schedules import Action, span_and_bubble
+
+GIB = 2**30
+
+
+def candidates(folder: Path, resume: str) -> Iterator[Path]:
+    """The checkpoints to try, best first: the one named, or a run folder's by falling step."""
+    if resume == "auto":
+        steps = [path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
+        yield from sorted(steps, key=lambda path: int(path.name[5:]), reverse=True)
+    elif resume != "none":
+        yield Path(resume)
+
+
+class Trainer:
+    """Trains an engine on data as its configuration says.
+
+    command: the command line, for the hint how to resume. baseline: this process's peak memory before the model.
+    """
+
+    def __init__(self, engine: Engine, data: Data, command: list[str], baseline: int) -> None:
+        self.engine, self.data, self.command, self.baseline = engine, data, command, baseline
+        self.config, self.topology = engine.config, engine.topology
+        self.world = self.topology.axis("world")
+        self.main = self.topology.rank == 0
+        self.folder = Path(self.config.run.dir or "runs")
+        self.forecast = Forecast.of(self.config, self.topology.world)
+        self.heartbeat = Heartbeat(self.folder / "heartbeat", self.topology.rank)
+        self.last_saved = -1
+        self.spans: list[Any] = []
+        self.profiler: torch.profiler.profile | None = None
+
+    def run(self) -> None:
+        """The whole run."""
+        extra = self._resume()
+        train = self.config.train
+        self.last = last = min(train.steps, train.stop_after or train.steps)
+        with self._monitor(extra) as self.monitor:
+            self._greet()
+            with Prefetcher(self._fetch, self.engine.steps) as batches:
+                while self.engine.steps < last:
+                    self._one_step(batches)
+            if self.profiler is not None:
+                self._end_profile(self.profiler)
+            if self.engine.steps != self.last_saved:
+                self._save()
+            self._end()
+
+    # ---------------------------------------------------------------------------------------------------- beginning
+
+    def _resume(self) -> dict[str, Any]:
+        """Loads the newest checkpoint that is whole; what was saved with it, or nothing."""
+        resume, problems = self.config.checkpoint.resume, []
+        paths = collectives.exchange([str(path) for path in candidates(self.folder, resume)], self.world)[0]
+        for path in paths:
+            try:
+                extra = self.engine.load(path)
+            except CheckpointError as error:
+                if resume != "auto":
+                    raise
+                problems.append(str(error))
+                continue
+            self.last_saved = self.engine.steps
+            return {**extra, "path": path, "problems": problems}
+        if resume == "none" and self.main:
+            self._set_aside()
+        return {"problems": problems}
+
+    def _set_aside(self) -> None:
+        """A new run where an old one was: its checkpoints are kept, out of the way of a later resume."""
+        old = self.folder / "checkpoints"
+        if old.exists():
+            old.rename(self.folder / time.strftime("checkpoints-until-%Y%m%d-%H%M%S"))
+
+    def _monitor(self, extra: dict[str, Any]) -> Monitor:
+        log = self.config.log
+        self.extra = extra
+        return Monitor(
+            self.folder, self.config.train.steps, self.engine.steps, self.main, wandb=log.wandb, project=log.project,
+            name=self.config.run.name, run_id=extra.get("wandb"),
+            config={**self.config.model_dump(mode="json"), "data_sha256": self.data.sha256},
+        )  # fmt: skip
+
+    def _greet(self) -> None:
+        """Says what is about to happen, and keeps the configuration."""
+        device = self.topology.device
+        self.meter = Throughput(
+            self.forecast.flops_per_token, self.topology.world,
+            torch.cuda.get_device_name(device) if device.type == "cuda" else None, self.config.precision.dtype,
+        )  # fmt: skip
+        note = self.monitor.note
+        for line in (self.data.notice, f"data       {self.data.description}", self.forecast.text()):
+            if line:
+                note(line)
+        for problem in self.extra.get("problems", ()):
+            note(f"skipped a checkpoint: {problem}")
+        if "path" in self.extra:
+            note(f"resumed    {self.extra['path']}")
+        if self.extra.get("data_sha256", self.data.sha256) != self.data.sha256:
+            note("the data differ from those the checkpoint was trained on: losses may jump")
+        if self.engine.steps >= self.config.train.steps:
+            note(f"all {self.config.train.steps} steps are done; --train.steps trains on, --checkpoint.resume none anew")
+        if self.main:
+            toml = f"# data: {self.data.description}\n# sha256 of the data: {self.data.sha256}\n{to_toml(self.config)}"
+            (self.folder / "config.toml").write_text(toml)
+
+    # -------------------------------------------------------------------------------------------------------- steps
+
+    def _fetch(self, step: int) -> dict[str, torch.Tensor]:
+        """This data rank's share of a step's batch: a pure function of the samples consumed before it."""
+        size, axis = self.config.train.global_batch, self.topology.axis("dp")
+        share = size // axis.size
+        return self.data.train.batch(step * size + axis.index * share, share)
+
+    def _one_step(self, batches: Prefetcher[dict[str, torch.Tensor]]) -> None:
+        step, begin = self.engine.steps + 1, time.perf_counter()
+        logged = step % self.config.log.every == 0 or step in (1, self.last)
+        self.heartbeat.beat(step, "data")
+        batch = batches.get(step - 1)
+        data_s = time.perf_counter() - begin
+        self.heartbeat.beat(step, "step")
+        if logged:
+            self.engine.record()
+        self._profile(step)
+        metrics = self.engine.step(batch)
+        loss = metrics.loss if logged else None  # reading it waits for the device, so only where it is told
+        saved = self._save_if_due(step)
+        self.meter.add(
+            metrics.tokens, time.perf_counter() - begin, data_s=data_s, ckpt_s=saved, **metrics.seconds
+        )
+        row = self._row(metrics, loss) if loss is not None else {}
+        row.update(self._evaluate_if_due(step))
+        if row:
+            self.monitor.log(step, row)
+        else:
+            self.monitor.advance(step)
+
+    def _row(self, metrics: StepMetrics, loss: float) -> dict[str, float]:
+        """Everything that is logged of a step. Collective: traffic and memory come from all ranks."""
+        self.spans = self._all_spans()
+        traffic = dict(self.topology.traffic)
+        self.topology.traffic.clear()
+        mine = {"traffic": traffic, "rss": process.peak_rss_bytes(), "alloc": _allocated(self.topology.device)}
+        everyone = collectives.exchange(mine, self.world)
+        row: dict[str, float] = {
+            "train/loss": loss,
+            "train/lr": metrics.lr,
+            "train/grad_norm": metrics.grad_norm,
+            "train/tokens": self.engine.consumed * self.config.model.seq,
+            "train/skipped_steps": metrics.skipped,
+            **self.meter.take(),
+            "mem/peak_rss_gib": max(rank["rss"] for rank in everyone) / GIB,
+            "run/restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        }
+        if self.topology.device.type == "cuda":
+            row["mem/peak_alloc_gib"] = max(rank["alloc"] for rank in everyone) / GIB
+        for axis in ("tp", "pp", "dp", "cp"):
+            row[f"comm/{axis}_gib"] = sum(rank["traffic"].get(axis, 0) for rank in everyone) / GIB
+        if self.topology.pp > 1:
+            row["pp/bubble_measured"] = span_and_bubble(self.spans)[1]
+            row["pp/bubble_ideal"] = self.forecast.bubble
+        return row
+
+    def _all_spans(self) -> list[Any]:
+        """What ran when on every stage of this rank's column, in seconds of the wall clock."""
+        shift = time.time() - time.perf_counter()
+        mine = [[str(action), begin + shift, end + shift] for action, begin, end in self.engine.record(on=False)]
+        rows = collectives.exchange(mine, self.topology.axis("pp"))
+        return [[(Action.parse(text), begin, end) for text, begin, end in row] for row in rows]
+
+    def _evaluate_if_due(self, step: int) -> dict[str, float]:
+        every = self.config.train.eval_every
+        if step != self.last and (every == 0 or step % every):
+            return {}
+        self.heartbeat.beat(step, "evaluate")
+        loss = self.evaluate()
+        return {"val/loss": loss, "val/bits_per_byte": self.data.bits_per_byte(loss)}
+
+    def evaluate(self) -> float:
+        """The mean token loss on the validation samples, a whole number of global batches."""
+        train, axis = self.config.train, self.topology.axis("dp")
+        share = train.global_batch // axis.size
+        count = -(-train.eval_samples // train.global_batch)
+        firsts = [k * train.global_batch + axis.index * share for k in range(count)]
+        losses = [self.engine.evaluate(self.data.valid.batch(first, share)) for first in firsts]
+        return float(torch.stack(losses).mean())
+
+    def _profile(self, step: int) -> None:
+        """Records the configured steps with torch's profiler, a trace file a rank."""
+        asked = self.config.log.profile_steps
+        if asked is None:
+            return
+        if step == asked[0]:
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
+        elif step == asked[1] + 1 and self.profiler is not None:
+            self._end_profile(self.profiler)
+
+    def _end_profile(self, profiler: torch.profiler.profile) -> None:
+        profiler.stop()
+        path = self.folder / "profile" / f"rank-{self.topology.rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+        self.profiler = None
+
+    # ------------------------------------------------------------------------------------------------------ saving
+
+    def _save_if_due(self, step: int) -> float:
+        every, begin = self.config.checkpoint.every, time.perf_counter()
+        if every and step % every == 0:
+            self._save()
+        return time.perf_counter() - begin
+
+    def _save(self) -> None:
+        """A checkpoint of this step; the oldest ones beyond `keep` go once it is whole."""
+        step = self.engine.steps
+        self.heartbeat.beat(step, "save")
+        path = self.checkpoint(step)
+        try:
+            self.engine.save(path, {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256})
+        except CheckpointError as error:
+            if step >= self.last:
+                raise
+            self.monitor.note(f"no checkpoint of step {step}: {error}; training goes on")
+            return
+        self.last_saved = step
+        if self.main:
+            for old in list(candidates(self.folder, "auto"))[self.config.checkpoint.keep :]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of a step's checkpoint."""
+        return self.folder / "checkpoints" / f"step-{step}"
+
+    # --------------------------------------------------------------------------------------------------------- end
+
+    def _end(self) -> None:
+        """Text, pictures, export, and where it all is."""
+        note, count = self.monitor.note, self.config.train.sample_tokens
+        self.heartbeat.beat(self.engine.steps, "end")
+        peak = process.peak_rss_bytes() if self.topology.device.type == "cpu" else _allocated(self.topology.device)
+        memory = ending.memory_rows(self.engine, self.forecast, self.baseline, peak)
+        text = ending.sample_text(self.engine, self.data, count) if count else ""
+        if not self.main:
+            return
+        made = [("figures", path) for path in ending.draw(self.folder, self.data, self.forecast, self.spans, memory)]
+        made += [("metrics", self.folder / "metrics.jsonl"), ("checkpoint", self.checkpoint(self.last_saved))]
+        if self.config.checkpoint.export_hf:
+            made.append(("export", ending.export(made[-1][1], self.folder / "hf", self.data)))
+        if text:
+            note(f"the model writes:\n{text}\n")
+        for what, path in made:
+            note(f"{what:<10} {path}")
+        note(f"resume     {self._resume_command()}")
+
+    def _resume_command(self) -> str:
+        """What to type to train on."""
+        program, *flags = self.command
+        ranks = f"--standalone --nproc-per-node {self.topology.world}"
+        return f"torchrun {ranks} {program} {shlex.join(flags)}"
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
