@@ -1,8 +1,8 @@
 """Trains a GPT in three dimensions.
 
-    torchrun --standalone --nproc-per-node 4 pretrain/gpt.py --preset tiny --parallel.tp 2 --parallel.pp 2
-    python pretrain/gpt.py --help                                  # every key, its meaning and default
-    python pretrain/gpt.py --preset tiny --dry-run --world-size 4  # check, and print what it would take
+torchrun --standalone --nproc-per-node 4 pretrain/gpt.py --preset tiny --parallel.tp 2 --parallel.pp 2
+python pretrain/gpt.py --help                                  # every key, its meaning and default
+python pretrain/gpt.py --preset tiny --dry-run --world-size 4  # check, and print what it would take
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Trains a Llama (with `--model.qk-norm true` a Qwen3) in three dimensions.
 
-    torchrun --standalone --nproc-per-node 4 pretrain/llama.py --preset llama-tiny --parallel.tp 2 --parallel.pp 2
-    python pretrain/llama.py --help                                  # every key, its meaning and default
-    python pretrain/llama.py --preset llama-tiny --dry-run --world-size 4  # check, and print what it would take
+torchrun --standalone --nproc-per-node 4 pretrain/llama.py --preset llama-tiny --parallel.tp 2 --parallel.pp 2
+python pretrain/llama.py --help                                  # every key, its meaning and default
+python pretrain/llama.py --preset llama-tiny --dry-run --world-size 4  # check, and print what it would take
 """
 
 from __future__ import annotations

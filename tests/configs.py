@@ -86,7 +86,9 @@ def batch(step: int, rows: int) -> dict[str, Tensor]:
     """The global batch of a step; a tenth of the labels is not counted, unevenly over the rows."""
     draw = torch.Generator().manual_seed(1000 * rows + step)
     ids = torch.randint(0, VOCAB, (rows, SEQ + 1), generator=draw)
-    labels = ids[:, 1:].masked_fill(torch.rand(rows, SEQ, generator=draw) < torch.linspace(0, 0.2, rows).view(-1, 1), -100)
+    labels = ids[:, 1:].masked_fill(
+        torch.rand(rows, SEQ, generator=draw) < torch.linspace(0, 0.2, rows).view(-1, 1), -100
+    )
     return {"tokens": ids[:, :-1].contiguous(), "labels": labels}
 
 
@@ -96,7 +98,7 @@ def share(full: dict[str, Tensor], topology: Topology) -> dict[str, Tensor]:
     return {key: value.chunk(topology.dp)[index] for key, value in full.items()}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def topology_of(pp: int, tp: int) -> Topology:
     """One topology a world and shape: groups are made once."""
     return Topology(pp=pp, tp=tp)

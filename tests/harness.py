@@ -28,7 +28,9 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float =
         pipes, processes = [], []
         for rank in range(world):
             mine, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank, args=(theirs, rank, world, f"{folder}/store", pickle.dumps((work, args))), daemon=True)
+            process = _context.Process(
+                target=_rank, args=(theirs, rank, world, f"{folder}/store", pickle.dumps((work, args))), daemon=True
+            )
             process.start()
             theirs.close()
             pipes.append(mine)

@@ -80,7 +80,9 @@ def check(result: Result, truth: Result, case: Case) -> None:
     torch.testing.assert_close(torch.tensor(result.norms), torch.tensor(truth.norms), rtol=tolerance, atol=0.0)
     assert result.weights.keys() == truth.weights.keys()
     for name, want in truth.weights.items():
-        torch.testing.assert_close(result.weights[name], want, rtol=0.0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            result.weights[name], want, rtol=0.0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def run_cases(cases: list[Case], truths: dict[Case, Result]) -> list[str]:

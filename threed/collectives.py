@@ -35,16 +35,19 @@ class Pending:
     """A result under way: `wait()` gives the tensor, finishing the local part of the work; waiting again is free."""
 
     def __init__(self, finish: Callable[[], Tensor], *works: dist.Work | None) -> None:
-        self._finish, self._works, self._result = finish, works, None
+        self._finish: Callable[[], Tensor] | None = finish
+        self._works = works
+        self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
         """The result, complete."""
-        if self._result is None:
+        if self._finish is not None:
             for work in self._works:
                 if work is not None:
                     work.wait()
-            self._result, self._works = self._finish(), ()
-            del self._finish
+            self._result = self._finish()
+            self._finish, self._works = None, ()  # what they hold is free from here on
+        assert self._result is not None
         return self._result
 
 

@@ -27,7 +27,7 @@ def memory_rows(engine: Engine, forecast: Forecast, baseline: int, peak: int) ->
     """Predicted and measured bytes of every rank, for the picture. Collective."""
     measured = collectives.exchange([peak, baseline], engine.topology.axis("world"))
     return [
-        {"rank": rank["rank"], "label": rank["label"], "predicted": rank["bytes"], "measured": m, "baseline": b}
+        {"rank": rank.rank, "label": rank.label, "predicted": rank.bytes, "measured": m, "baseline": b}
         for rank, (m, b) in zip(forecast.ranks, measured, strict=True)
     ]
 

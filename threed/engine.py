@@ -98,9 +98,7 @@ class Engine:
     configuration, naming them. transport: how stages talk; the topology's links unless a test brings its own.
     """
 
-    def __init__(
-        self, model: Model, topology: Topology, config: Config, *, transport: Transport | None = None
-    ) -> None:
+    def __init__(self, model: Model, topology: Topology, config: Config, *, transport: Transport | None = None) -> None:
         self.model, self.topology, self.config = model, topology, config
         self.steps = self.consumed = 0
         self.dtype = dtype(config.precision.dtype)
@@ -145,7 +143,9 @@ class Engine:
         place = self.topology.axis("dp").ranks
         for rank, (config, buckets) in enumerate(everyone):
             if config != everyone[0][0]:
-                raise ValueError(f"rank {rank} runs another configuration than rank 0: start all ranks with the same flags")
+                raise ValueError(
+                    f"rank {rank} runs another configuration than rank 0: start all ranks with the same flags"
+                )
             if rank in place and buckets != mine[1]:
                 raise ValueError(f"rank {rank} cut its parameters into other buckets than rank {self.topology.rank}")
 

@@ -1,7 +1,7 @@
 """What a configured run will take, before any tensor moves: who stands where, bytes per rank, bubble, traffic.
 
-    forecast = Forecast.of(config, world_size)      # config: resolved
-    print(forecast.text())                          # what a run prints at its start, and --dry-run prints only
+forecast = Forecast.of(config, world_size)      # config: resolved
+print(forecast.text())                          # what a run prints at its start, and --dry-run prints only
 """
 
 from __future__ import annotations
@@ -13,17 +13,27 @@ from threed import schedules
 from threed.config import Config
 from threed.models.dimensions import decoder, layer_flops
 from threed.pipeline.build import partition
-from threed.planner import LayerCost, communication_bytes, rank_bytes, regime, stage_parameters, transformer_costs
+from threed.planner import LayerCost, rank_bytes, regime, stage_parameters, transformer_costs
 from threed.planner import train_flops_per_token as flops_per_token
 from threed.precision import dtype
-from threed.topology import AXES, coordinates, grid_sizes
+from threed.topology import AXES, coordinates, grid_sizes, place_label
 
 MIB = 2**20
 
 
 @dataclass(frozen=True)
+class RankForecast:
+    """A rank's layers, and the bytes it will hold: parameters, gradients, optimizer, activations, buffers, peak."""
+
+    rank: int
+    label: str
+    layers: range
+    bytes: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Forecast:
-    """The prediction; `ranks` has {"rank", "label", "layers", "bytes", "communication"} for each rank."""
+    """The prediction: of the whole run, and of each rank."""
 
     config: Config
     sizes: dict[str, int]
@@ -31,8 +41,7 @@ class Forecast:
     microbatches: int
     bubble: float
     flops_per_token: float
-    ranks: Sequence[dict[str, object]]
-    stages: Sequence[range]
+    ranks: Sequence[RankForecast]
 
     @classmethod
     def of(cls, config: Config, world: int) -> Forecast:
@@ -44,28 +53,32 @@ class Forecast:
         microbatches = train.global_batch // (train.micro_batch * sizes["dp"])
         timeline = _timeline(config, flops, stages, microbatches)
         whole = decoder(config.model, micro_batch=train.micro_batch)
-        ranks = [_rank(config, sizes, rank, stages, microbatches, timeline) for rank in range(world)]
+        ranks = [_rank(config, sizes, rank, stages, timeline) for rank in range(world)]
         parameters = stage_parameters(transformer_costs(whole, config.model.layers))
         per_token = flops_per_token(whole, config.model.layers)
-        return cls(config, sizes, parameters, microbatches, timeline.bubble, per_token, ranks, stages)
+        return cls(config, sizes, parameters, microbatches, timeline.bubble, per_token, ranks)
 
     def text(self) -> str:
         """The forecast for people: one line a fact, one line a rank (the first 16)."""
         c, train = self.config, self.config.train
         grid = " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1) or "one rank"
-        what = regime(_width(c.precision.dtype), _width(c.precision.grad_dtype or "fp32"), c.zero.stage, self.sizes["dp"])
+        widths = _width(c.precision.dtype), _width(c.precision.grad_dtype or "fp32")
         lines = [
-            f"model      {c.model.arch}, {self.parameters / 1e6:.2f} M parameters, {c.precision.dtype}; ZeRO-{c.zero.stage}: {what}",
-            f"ranks      {grid}; {train.global_batch} sequences a step in {self.microbatches} micro-batches of {train.micro_batch}",
+            f"model      {c.model.arch}, {self.parameters / 1e6:.2f} M parameters, {c.precision.dtype}",
+            f"states     {regime(*widths, c.zero.stage, self.sizes['dp'])}",
+            f"ranks      {grid}",
+            f"a step     {train.global_batch} sequences of {c.model.seq} tokens, on each data rank"
+            f" in {self.microbatches} micro-batches of {train.micro_batch}",
             f"pipeline   {c.parallel.schedule}, ideal bubble {self.bubble:.1%}",
+            *(_line(rank) for rank in self.ranks[:16]),
         ]
-        for rank in self.ranks[:16]:
-            held: dict[str, int] = rank["bytes"]  # type: ignore[assignment]
-            parts = " + ".join(f"{name} {held[name] / MIB:.1f}" for name in held if name != "peak")
-            lines.append(f"  rank {rank['rank']:<3} {rank['label']:<15} {rank['layers']:<16} {held['peak'] / MIB:8.1f} MiB = {parts}")
-        if len(self.ranks) > 16:
-            lines.append(f"  … and {len(self.ranks) - 16} more")
-        return "\n".join(lines)
+        return "\n".join(lines + [f"  … and {len(self.ranks) - 16} more"] * (len(self.ranks) > 16))
+
+
+def _line(rank: RankForecast) -> str:
+    parts = " + ".join(f"{name} {size / MIB:.1f}" for name, size in rank.bytes.items() if name != "peak")
+    layers = f"layers {rank.layers.start}–{rank.layers.stop - 1}"
+    return f"  rank {rank.rank:<3} {rank.label:<15} {layers:<14} {rank.bytes['peak'] / MIB:8.1f} MiB = {parts}"
 
 
 def _width(name: str) -> int:
@@ -90,25 +103,20 @@ def layer_costs(config: Config, tensor_rank: int) -> list[LayerCost]:
 
 
 def _rank(
-    config: Config, sizes: dict[str, int], rank: int, stages: Sequence[range], microbatches: int,
-    timeline: schedules.Timeline,
-) -> dict[str, object]:  # fmt: skip
+    config: Config, sizes: dict[str, int], rank: int, stages: Sequence[range], timeline: schedules.Timeline
+) -> RankForecast:
     place = coordinates(rank, sizes)
     stage = stages[place["pp"]]
     layers = layer_costs(config, place["tp"])[stage.start : stage.stop]
-    widths = _width(config.precision.dtype), _width(config.precision.grad_dtype or "fp32")
     held = rank_bytes(
-        layers, live=timeline.peak_activations[place["pp"]], param_bytes=widths[0], grad_bytes=widths[1],
-        zero_stage=config.zero.stage, shards=sizes["dp"], bucket_bytes=int(config.zero.bucket_mib * MIB),
+        layers, live=timeline.peak_activations[place["pp"]], param_bytes=_width(config.precision.dtype),
+        grad_bytes=_width(config.precision.grad_dtype or "fp32"), zero_stage=config.zero.stage, shards=sizes["dp"],
+        bucket_bytes=int(config.zero.bucket_mib * MIB),
         message_bytes=2 * layers[0].output_bytes if sizes["pp"] > 1 else 0,
     )  # fmt: skip
-    label = " ".join(f"{axis}{place[axis]}" for axis in AXES if sizes[axis] > 1) or "alone"
-    return {"rank": rank, "label": label, "layers": f"layers {stage.start}–{stage.stop - 1}", "bytes": held}
+    return RankForecast(rank, place_label(place, sizes), stage, held)
 
 
 def checkpoint_bytes(parameters: int, name: str) -> int:
     """Bytes of a checkpoint: masters and two moments of every parameter."""
     return 3 * parameters * max(_width(name), 4)
-
-
-__all__ = ["Forecast", "checkpoint_bytes", "communication_bytes", "layer_costs"]

@@ -1,6 +1,6 @@
 """From a command line to a run: parse, check everything, then topology -> model -> engine -> trainer.
 
-    raise SystemExit(launch.main(sys.argv[1:], defaults={"model": {"arch": "gpt"}}, presets=..., prog="pretrain/gpt.py"))
+    sys.exit(launch.main(sys.argv[1:], defaults={"model": {"arch": "gpt"}}, presets=folder, prog="pretrain/gpt.py"))
 
 All that can be found wrong is found before any process group is made, reported at once by local rank 0, and ends the
 program with exit code 2.
@@ -61,12 +61,11 @@ def main(
 
 def train(config: Config, data: Data, command: list[str]) -> None:
     """Builds topology, model and engine from a resolved configuration, and trains."""
-    baseline = process.peak_rss_bytes()
     p = config.parallel
     topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp)
     slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed)
     engine = Engine(models.build(config.model, slicing), topology, config)
-    Trainer(engine, data, command, baseline).run()
+    Trainer(engine, data, command).run()
     collectives.shutdown()
 
 
@@ -142,8 +141,6 @@ def _device_problems(config: Config) -> list[str]:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if torch.cuda.is_available() and local_world > torch.cuda.device_count():
         count = torch.cuda.device_count()
-        return [
-            f"{local_world} ranks on a machine with {count} GPU{'s' if count > 1 else ''}: start {count},"
-            " or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU"
-        ]
+        fix = f"start {count}, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU"
+        return [f"{local_world} ranks on a machine with {count} GPU{'s' if count > 1 else ''}: {fix}"]
     return []

@@ -93,7 +93,8 @@ def _in_chunks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
 
 
 def keep_mask(
-    seed: int, name: str, step: int, samples: Tensor, rows: tuple[int, int], columns: tuple[int, int], width: int, p: float
+    seed: int, name: str, step: int, samples: Tensor, rows: tuple[int, int], columns: tuple[int, int], width: int,
+    p: float,
 ) -> Tensor:  # fmt: skip
     """Which elements dropout keeps: bool [rows b columns], each with probability 1 - p.
 

@@ -86,6 +86,11 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
+def backends() -> list[str]:
+    """The communication backends this torch was built with."""
+    return [name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there]
+
+
 class Topology:
     """The grid of ranks and this rank's axes through it.
 
@@ -154,11 +159,6 @@ class Topology:
     def tp(self) -> int:
         return self.sizes["tp"]
 
-    def label(self, rank: int | None = None) -> str:
-        """A rank's place as text, such as 'pp0 dp1 tp0'; axes of size 1 are left out."""
-        place = coordinates(self.rank if rank is None else rank, self.sizes)
-        return " ".join(f"{a}{place[a]}" for a in AXES if self.sizes[a] > 1) or "alone"
-
     def _ranks_along(self, name: str) -> tuple[int, ...]:
         return tuple(rank_of({**self.coordinates, name: i}, self.sizes) for i in range(self.sizes[name]))
 
@@ -204,6 +204,11 @@ def coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
     for name in reversed(AXES):
         rank, place[name] = divmod(rank, sizes[name])
     return place
+
+
+def place_label(place: dict[str, int], sizes: dict[str, int]) -> str:
+    """A place as text, such as 'pp0 dp1 tp0'; axes of size 1 are left out."""
+    return " ".join(f"{axis}{place[axis]}" for axis in AXES if sizes[axis] > 1) or "alone"
 
 
 def rank_of(place: dict[str, int], sizes: dict[str, int]) -> int:

@@ -1,6 +1,6 @@
 """The loop: batches in, steps, validation, checkpoints, and at the end pictures, an export and a few lines of text.
 
-    Trainer(engine, data, command, baseline).run()
+    Trainer(engine, data, command).run()
 
 Phases of a run: resume -> steps (log, evaluate, save on their intervals) -> the end. Every rank walks the same loop;
 only rank 0 writes what people read.
@@ -42,11 +42,11 @@ def candidates(folder: Path, resume: str) -> Iterator[Path]:
 class Trainer:
     """Trains an engine on data as its configuration says.
 
-    command: the command line, for the hint how to resume. baseline: this process's peak memory before the model.
+    command: the command line, for the hint how to resume.
     """
 
-    def __init__(self, engine: Engine, data: Data, command: list[str], baseline: int) -> None:
-        self.engine, self.data, self.command, self.baseline = engine, data, command, baseline
+    def __init__(self, engine: Engine, data: Data, command: list[str]) -> None:
+        self.engine, self.data, self.command = engine, data, command
         self.config, self.topology = engine.config, engine.topology
         self.world = self.topology.axis("world")
         self.main = self.topology.rank == 0
@@ -64,6 +64,7 @@ class Trainer:
         self.last = last = min(train.steps, train.stop_after or train.steps)
         with self._monitor(extra) as self.monitor:
             self._greet()
+            self.baseline = self._baseline()
             with Prefetcher(self._fetch, self.engine.steps) as batches:
                 while self.engine.steps < last:
                     self._one_step(batches)
@@ -108,6 +109,15 @@ class Trainer:
             config={**self.config.model_dump(mode="json"), "data_sha256": self.data.sha256},
         )  # fmt: skip
 
+    def _baseline(self) -> int:
+        """Memory of this process that is not the model's: what it has now, parameters aside. The peak counts anew."""
+        if self.topology.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.topology.device)
+            return 0
+        process.reset_peak_rss()
+        groups = self.engine.layout.groups
+        return process.peak_rss_bytes() - sum(g.params.numel() * g.params.element_size() for g in groups)
+
     def _greet(self) -> None:
         """Says what is about to happen, and keeps the configuration."""
         device = self.topology.device
@@ -126,7 +136,9 @@ class Trainer:
         if self.extra.get("data_sha256", self.data.sha256) != self.data.sha256:
             note("the data differ from those the checkpoint was trained on: losses may jump")
         if self.engine.steps >= self.config.train.steps:
-            note(f"all {self.config.train.steps} steps are done; --train.steps trains on, --checkpoint.resume none anew")
+            note(
+                f"all {self.config.train.steps} steps are done; --train.steps trains on, --checkpoint.resume none anew"
+            )
         if self.main:
             toml = f"# data: {self.data.description}\n# sha256 of the data: {self.data.sha256}\n{to_toml(self.config)}"
             (self.folder / "config.toml").write_text(toml)
@@ -152,9 +164,7 @@ class Trainer:
         metrics = self.engine.step(batch)
         loss = metrics.loss if logged else None  # reading it waits for the device, so only where it is told
         saved = self._save_if_due(step)
-        self.meter.add(
-            metrics.tokens, time.perf_counter() - begin, data_s=data_s, ckpt_s=saved, **metrics.seconds
-        )
+        self.meter.add(metrics.tokens, time.perf_counter() - begin, data_s=data_s, ckpt_s=saved, **metrics.seconds)
         row = self._row(metrics, loss) if loss is not None else {}
         row.update(self._evaluate_if_due(step))
         if row:

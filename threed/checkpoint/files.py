@@ -42,7 +42,7 @@ def stream_tensors(
     tensors: Iterable[Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> str:
-    """Like `write_tensors`, but takes dtype and shape of all tensors first, then the tensors one by one, in that order."""
+    """Like `write_tensors`, but is told dtype and shape of all tensors first, and takes the tensors one by one."""
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for part in _parts(about, tensors, metadata or {}):
@@ -67,7 +67,7 @@ def _parts(
     for (name, wanted), tensor in zip(about.items(), tensors, strict=True):
         if (tensor.dtype, tuple(tensor.shape)) != wanted:
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {wanted}")
-        yield memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def sha256(path: Path) -> str:

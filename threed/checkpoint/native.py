@@ -10,28 +10,38 @@ folder renamed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from threed import collectives
-from threed.checkpoint.files import CheckpointError, check_space, sha256, sync_folder, write_tensors, write_text
+from threed.checkpoint.files import (
+    CheckpointError,
+    building_place,
+    check_space,
+    publish,
+    sha256,
+    write_tensors,
+    write_text,
+)
 from threed.config import Config
 from threed.sharding import Box, Piece, intersect
-from threed.topology import Topology
+from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import Record, fill, records
 
 FORMAT = "threed-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a box
 
 
 # ----------------------------------------------------------------------------------------------------------- saving
@@ -39,10 +49,10 @@ MANIFEST = "manifest.json"
 
 def save(path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any]) -> Path:
     """Writes the checkpoint folder `path`, whole or not at all. Collective; CheckpointError on every rank alike."""
-    everyone, building = topology.axis("world"), path.with_name(path.name + ".tmp")
+    everyone, building = topology.axis("world"), building_place(path)
     mine = [record for record in records(optimizer) if record.owned]
     sizes = collectives.exchange(sum(_nbytes(record.values) for record in mine), everyone)
-    problem = _prepare(building, sum(sizes)) if everyone.index == 0 else None
+    problem = _prepare(building, path, sum(sizes)) if everyone.index == 0 else None
     _agree(collectives.exchange(problem, everyone), building, everyone.index)
     entry = _write_mine(building, everyone.index, mine)
     entries = collectives.exchange(entry, everyone)
@@ -50,7 +60,8 @@ def save(path: Path, optimizer: Optimizer, topology: Topology, config: Config, s
     problem = None
     if everyone.index == 0:
         counters = {"updates": float(optimizer.updates), "skips": float(optimizer.skips)}
-        problem = _publish(building, path, _manifest(config, topology, {**state, **counters}, entries))
+        body = _manifest(config, topology, {**state, **counters}, entries)
+        problem = _publish(building, path, body)
     _agree(collectives.exchange(problem, everyone), building, everyone.index)
     return path
 
@@ -59,8 +70,10 @@ def _nbytes(values: Tensor) -> int:
     return values.numel() * values.element_size()
 
 
-def _prepare(building: Path, needed: int) -> str | None:
+def _prepare(building: Path, path: Path, needed: int) -> str | None:
     try:
+        if path.exists() and not (path / MANIFEST).is_file() and not (path.is_dir() and not any(path.iterdir())):
+            return f"{path} exists and is no checkpoint: it stays as it is; save under another name"
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         check_space(building, needed)
@@ -94,31 +107,31 @@ def _agree(problems: list[str | None], building: Path, rank: int) -> None:
         raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
 
 
-def _manifest(config: Config, topology: Topology, state: Mapping[str, Any], entries: list[dict[str, Any]]) -> str:
-    return json.dumps({
+def _manifest(
+    config: Config, topology: Topology, state: Mapping[str, Any], entries: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
         "format": FORMAT,
         "version": VERSION,
         "config": config.model_dump(mode="json"),
         "topology": topology.sizes,
         "state": state,
         "files": [entry for entry in entries if "file" in entry],
-    })  # fmt: skip
+    }
 
 
-def _publish(building: Path, path: Path, manifest: str) -> str | None:
+def _digest(body: Mapping[str, Any]) -> str:
+    """The hash of a manifest without its own hash: a flipped bit in a counter or a box is damage too."""
+    text = json.dumps({key: value for key, value in body.items() if key != "sha256"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _publish(building: Path, path: Path, manifest: dict[str, Any]) -> str | None:
     try:
-        write_text(building / MANIFEST, manifest)
-        sync_folder(building)
-        if path.exists():  # the same step saved again: the old one stays until the new one is whole
-            old = path.with_name(path.name + ".old")
-            shutil.rmtree(old, ignore_errors=True)
-            path.rename(old)
-            building.rename(path)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            building.rename(path)
-        sync_folder(path.parent)
-    except OSError as error:
+        body = json.loads(json.dumps(manifest))  # as it will be read: JSON has neither tuples nor numbers as keys
+        write_text(building / MANIFEST, json.dumps({**body, "sha256": _digest(body)}))
+        publish(building, path)
+    except (OSError, TypeError, ValueError) as error:  # the latter two: `extra` is the caller's
         return f"could not finish {path}: {error}"
     return None
 
@@ -134,24 +147,34 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from None
-    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
-        raise CheckpointError(f"{path} is not a version {VERSION} {FORMAT}")
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+        raise CheckpointError(f"{path / MANIFEST} is not that of a version {VERSION} {FORMAT}")
+    if manifest.get("sha256") != _digest(manifest):
+        raise CheckpointError(f"{path / MANIFEST} is damaged: its sha256 is not the one it states")
     for entry in manifest["files"]:
-        file = path / entry["file"]
-        if Path(entry["file"]).name != entry["file"] or file.is_symlink() or not file.is_file():
-            raise CheckpointError(f"{file} is missing, or not a plain file of its folder")
-        if file.stat().st_size != entry["size"]:
-            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, not {entry['size']}: it is damaged")
+        _check_file(path, entry["file"], entry["size"])
     return dict(manifest)
 
 
+def _check_file(path: Path, name: str, size: int) -> None:
+    file = path / name
+    if Path(name).name != name or file.is_symlink() or not file.is_file():
+        raise CheckpointError(f"{file} is missing, or not a plain file of its folder")
+    if file.stat().st_size != size:
+        raise CheckpointError(f"{file} has {file.stat().st_size} bytes, not {size}: it is damaged")
+
+
 def verify(path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1) -> list[str]:
-    """Files whose hash is not what the manifest says; every `of`-th, from `index` on."""
-    return [
-        f"{path / entry['file']} is damaged: its sha256 differs from the manifest's"
-        for entry in manifest["files"][index::of]
-        if sha256(path / entry["file"]) != entry["sha256"]
-    ]
+    """What is wrong with the contents of the files, a line each; looks at every `of`-th file, from `index` on."""
+    problems = (_content_problem(path / entry["file"], entry["sha256"]) for entry in manifest["files"][index::of])
+    return [problem for problem in problems if problem]
+
+
+def _content_problem(file: Path, wanted: str) -> str | None:
+    try:
+        return None if sha256(file) == wanted else f"{file} is damaged: its sha256 differs from the manifest's"
+    except OSError as error:
+        return f"{file} cannot be read: {error}"
 
 
 class Reader:
@@ -168,18 +191,30 @@ class Reader:
 
     def box(self, part: str, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         """The values [*size] of the box at `start`; CheckpointError where some were never saved."""
-        out, found = None, 0
-        for file, key, saved_start, saved_size in self._index.get((part, name), ()):
-            common = intersect(start, size, saved_start, saved_size)
-            if common is None:
-                continue
+        problem = self.gap(part, name, start, size)
+        if problem:
+            raise CheckpointError(problem)
+        out = None
+        for file, key, saved_start, common in self._meeting(part, name, start, size):
             values = self._handles[file].get_slice(key)[_slices(common, saved_start)]
             out = values.new_empty(size) if out is None else out
             out[_slices(common, start)] = values
-            found += values.numel()
-        if out is None or found != math.prod(size):
-            raise CheckpointError(f"the checkpoint has {found} of {math.prod(size)} values of {part} of {name}")
-        return out
+        return cast(Tensor, out)
+
+    def gap(self, part: str, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> str | None:
+        """What is missing of a box, if anything."""
+        found = sum(math.prod(common[1]) for *_, common in self._meeting(part, name, start, size))
+        wanted = math.prod(size)
+        return None if found == wanted else f"the checkpoint has {found} of {wanted} values of {part} of {name}"
+
+    def _meeting(
+        self, part: str, name: str, start: tuple[int, ...], size: tuple[int, ...]
+    ) -> Iterator[tuple[str, str, list[int], Part]]:
+        """The saved boxes that meet this one: file, key, where the saved box starts, and the common part."""
+        for file, key, saved_start, saved_size in self._index.get((part, name), ()):
+            common = intersect(start, size, saved_start, saved_size)
+            if common is not None:
+                yield file, key, saved_start, common
 
     def full(self, part: str, name: str) -> Tensor:
         """A whole tensor."""
@@ -187,7 +222,7 @@ class Reader:
         return self.box(part, name, (0,) * len(shape), shape)
 
 
-def _slices(common: tuple[tuple[int, ...], tuple[int, ...]], origin: Any) -> tuple[slice, ...]:
+def _slices(common: Part, origin: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(common[0], common[1], origin, strict=True))
 
 
@@ -197,15 +232,16 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config) -
     Every rank hashes a share of the files; CheckpointError on all of them when one is damaged or another model's.
     """
     everyone = topology.axis("world")
+    manifest: dict[str, Any] = {}
     try:
         manifest = read_manifest(path)
         problems = model_differences(manifest, config) or verify(path, manifest, everyone.index, everyone.size)
     except CheckpointError as error:
         problems = [str(error)]
-    found = [problem for rank in collectives.exchange(problems, everyone) for problem in rank]
-    if found:
-        raise CheckpointError("; ".join(dict.fromkeys(found)))
+    _refuse(problems, everyone)
     reader = Reader(path, manifest)
+    gaps = (reader.gap(r.part, r.piece.name, r.box.start, r.box.size) for r in records(optimizer))
+    _refuse([f"{path}: {gap}" for gap in gaps if gap][:10], everyone)  # before anything is overwritten
 
     def source(part: str, piece: Piece, box: Box) -> Tensor:
         return reader.box(part, piece.name, box.start, box.size)
@@ -215,6 +251,13 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config) -
     optimizer.updates.fill_(state["updates"])
     optimizer.skips.fill_(state["skips"])
     return state
+
+
+def _refuse(problems: list[str], everyone: Axis) -> None:
+    """Raises on every rank what any rank found."""
+    found = [problem for rank in collectives.exchange(problems, everyone) for problem in rank]
+    if found:
+        raise CheckpointError("; ".join(dict.fromkeys(found)))
 
 
 def model_differences(manifest: Mapping[str, Any], config: Config) -> list[str]:

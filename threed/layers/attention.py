@@ -20,8 +20,10 @@ from threed.layers.slicing import Slicing
 
 
 @functools.lru_cache(maxsize=16)
-def rotary_table(length: int, size: int, theta: float, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [s 1 1 d] of the rotary angles, in the half-split layout that Hugging Face uses (arXiv 2104.09864)."""
+def rotary_table(
+    length: int, size: int, theta: float, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [s 1 1 d] of rotary angles (arXiv 2104.09864), in the half-split layout that Hugging Face uses."""
     exponent = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
     angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), 1.0 / theta**exponent)
     angle = torch.cat((angle, angle), dim=-1).view(length, 1, 1, size)
@@ -54,14 +56,12 @@ class Attention(nn.Module):
         self.slicing, self.d, self.rotary = slicing, d, rotary
         self.heads, self.kv_heads = heads // t, max(k // t, 1)
         shared = t // k if k < t else 1
-        packed = {"slicing": slicing, "std": std, "bias": bias, "multiple": d}
+        column = functools.partial(ColumnLinear, name, hidden, slicing=slicing, std=std, bias=bias, multiple=d)
         query, key_value = [("query", heads * d)], [("key", k * d), ("value", k * d)]
-        if shared == 1:
-            self.qkv = ColumnLinear(name, hidden, query + key_value, **packed)
-        else:
-            self.qkv = None
-            self.query = ColumnLinear(name, hidden, query, local=True, **packed)
-            self.key_value = ColumnLinear(name, hidden, key_value, local=True, shared=shared, **packed)
+        self.qkv = column(query + key_value) if shared == 1 else None
+        if shared > 1:
+            self.query = column(query, local=True)
+            self.key_value = column(key_value, local=True, shared=shared)
         # A head's norm sees this rank's heads only, whatever is done with sequences: its gradient is always partial.
         norm = functools.partial(RMSNorm, width=d, slicing=slicing, eps=eps, partial=slicing.replicated)
         self.query_norm = norm(f"{name}.query_norm") if qk_norm else None

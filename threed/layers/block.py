@@ -13,8 +13,8 @@ class Embedding(nn.Module):
     """Token ids -> x [s b h] (or [s/t b h]): word vectors, learned positions if any, dropout."""
 
     def __init__(
-        self, name: str, vocab: int, hidden: int, slicing: Slicing, *, positions: int | None = None, dropout: float = 0.0,
-        std: float = 0.02,
+        self, name: str, vocab: int, hidden: int, slicing: Slicing, *, positions: int | None = None,
+        dropout: float = 0.0, std: float = 0.02,
     ) -> None:  # fmt: skip
         super().__init__()
         self.name = name

@@ -26,6 +26,13 @@ class Dropout(nn.Module):
         length = x.shape[0] * (self.slicing.tp.size if self.slicing.scattered else 1)
         width = x.shape[-1]
         keep = rng.keep_mask(
-            self.slicing.seed, self.name, micro.step, micro.samples, self.slicing.rows(length), (0, width), width, self.p
+            self.slicing.seed,
+            self.name,
+            micro.step,
+            micro.samples,
+            self.slicing.rows(length),
+            (0, width),
+            width,
+            self.p,
         )
         return x * keep * (1.0 / (1.0 - self.p))

@@ -19,7 +19,15 @@ class LanguageModelHead(nn.Module):
     """
 
     def __init__(
-        self, name: str, weight_name: str, norm: nn.Module, vocab: int, hidden: int, slicing: Slicing, *, std: float = 0.02
+        self,
+        name: str,
+        weight_name: str,
+        norm: nn.Module,
+        vocab: int,
+        hidden: int,
+        slicing: Slicing,
+        *,
+        std: float = 0.02,
     ) -> None:
         super().__init__()
         self.name = name

@@ -12,7 +12,7 @@ from threed.layers import Slicing
 from threed.models.gpt import GPT
 from threed.models.llama import Llama
 
-ARCHITECTURES = {"gpt": GPT, "llama": Llama}
+ARCHITECTURES: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
 
 
 class Model(Protocol):

@@ -1,7 +1,7 @@
 """GPT-2: LayerNorm, learned positions, GELU, biases, tied head (Radford et al. 2019).
 
-    model = GPT(config.model, slicing)
-    model.layers()    # embedding, blocks.0 ... blocks.l-1, head: each on the meta device until its stage is built
+model = GPT(config.model, slicing)
+model.layers()    # embedding, blocks.0 ... blocks.l-1, head: each on the meta device until its stage is built
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class GPT:
 
     def _embedding(self) -> nn.Module:
         c = self.config
-        return Embedding(
-            "embedding", vocab_of(c), c.hidden, self.slicing, positions=c.seq, dropout=c.dropout, std=STD
-        )
+        return Embedding("embedding", vocab_of(c), c.hidden, self.slicing, positions=c.seq, dropout=c.dropout, std=STD)
 
     def costs(self, micro_batch: int) -> Sequence[float]:
         """FLOPs of every pipeline layer for one micro-batch."""

@@ -15,7 +15,7 @@ class Transport(Protocol):
     """Sends to and receives from other pipeline ranks."""
 
     def send(self, tensor: Tensor, source: int, target: int) -> Pending:
-        """Begins to send from pipeline rank `source` (this one) to `target`; the tensor must not change until waited."""
+        """Begins to send from pipeline rank `source` (this one) to `target`; until waited for the tensor must stay."""
 
     def receive(self, out: Tensor, source: int, target: int) -> Pending:
         """Begins to receive into `out` from pipeline rank `source` at `target` (this one)."""

@@ -58,7 +58,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Run:
-    """A stretch of one piece inside a bucket slice: elements [first, last) of the piece lie at `offset` of the slice."""
+    """A stretch of one piece in a bucket slice: elements [first, last) of the piece, at `offset` of the slice."""
 
     piece: Piece
     first: int

@@ -17,7 +17,6 @@ from threed.topology import Axis
 from threed.zero.layout import Bucket, Layout, Slot
 
 
-
 class Sink:
     """Collects one parameter's gradient in its flat buffer; the first contribution of a step overwrites."""
 

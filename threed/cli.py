@@ -1,0 +1,164 @@
+"""The console script `threed` (the same as `python -m threed`): tools beside training.
+
+threed schedule 1f1b --stages 4 --microbatches 8 [--svg FILE] [--json]
+threed plan --world-size 8 --preset small --parallel.tp 2      what a run would take; flags as for training
+threed tokenize SRC DST [--tokenizer bytes]                    text -> Megatron .bin/.idx
+threed convert SRC DST [--dtype bf16]                          native checkpoint -> Hugging Face folder
+threed inspect [CHECKPOINT]                                    versions and devices; or a checkpoint, verified
+threed report RUN                                              draws a run's figures again
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from threed import schedules
+
+PRESETS = Path(__file__).parent.parent / "pretrain" / "presets"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a tool; the exit code: 0, or 2 with one clear line for what was wrong."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["plan"]:
+        return _plan(argv[1:])
+    arguments = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], None] = arguments.run
+    try:
+        run(arguments)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"threed {argv[0]}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="threed", description="Tools of threed; training is `torchrun pretrain/gpt.py`."
+    )
+    tools = parser.add_subparsers(required=True, metavar="TOOL")
+
+    def tool(name: str, text: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
+        sub = tools.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        return sub
+
+    sub = tool("schedule", "plays a pipeline schedule out, and draws it", _schedule)
+    sub.add_argument("name", help=", ".join(schedules.available()))
+    sub.add_argument("--stages", type=int, required=True, help="pipeline ranks")
+    sub.add_argument("--microbatches", type=int, required=True)
+    sub.add_argument("--chunks", type=int, default=None, help="model chunks on a rank")
+    for name in ("forward", "backward-input", "backward-weight"):
+        sub.add_argument(f"--{name}", type=float, default=1.0, help="time of it for one micro-batch (default 1)")
+    sub.add_argument("--send", type=float, default=0.0, help="latency of a message (default 0)")
+    sub.add_argument("--svg", type=Path, help="draw the timeline into this file")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+    tools.add_parser("plan", help="what a run would take; takes the flags of training and --world-size N")
+    sub = tool("tokenize", "turns text (.txt, .jsonl, a folder of them) into Megatron .bin/.idx", _tokenize)
+    sub.add_argument("src")
+    sub.add_argument("dst", help="prefix of the .bin and .idx to write")
+    sub.add_argument("--tokenizer", default="bytes", help="bytes (default), or the path of a tokenizer.json")
+    sub = tool("convert", "turns a native checkpoint into a Hugging Face folder", _convert)
+    sub.add_argument("src", type=Path)
+    sub.add_argument("dst", type=Path)
+    sub.add_argument("--tokenizer", default="bytes", help="whose files go along: bytes (default), or a tokenizer.json")
+    sub.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default=None, help="format of the weights")
+    sub = tool("inspect", "shows versions and devices, or what is in a checkpoint, all hashes verified", _inspect)
+    sub.add_argument("checkpoint", type=Path, nargs="?")
+    sub = tool("report", "draws a run's figures again from its folder", _report)
+    sub.add_argument("folder", type=Path)
+    return parser
+
+
+def _plan(argv: list[str]) -> int:
+    from threed import launch
+
+    return launch.main([*argv, "--dry-run"], defaults={}, presets=PRESETS, prog="threed plan")
+
+
+def _schedule(a: argparse.Namespace) -> None:
+    plan = schedules.build(a.name, a.stages, a.microbatches, a.chunks)
+    costs = schedules.Costs(a.forward, a.backward_input, a.backward_weight, a.send)
+    timeline = schedules.simulate(plan, costs)
+    facts = {
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "bubble": timeline.bubble,
+        "peak_activations": list(timeline.peak_activations),
+        "messages": list(timeline.messages),
+    }
+    if a.svg:
+        title = f"{a.name}: {a.stages} stages, {a.microbatches} micro-batches"
+        a.svg.write_text(schedules.svg(timeline.spans, title, f"bubble {timeline.bubble:.1%}"))
+    print(json.dumps(facts) if a.json else "\n".join(f"{name:<17} {value}" for name, value in facts.items()))
+
+
+def _tokenize(a: argparse.Namespace) -> None:
+    from threed.data import load_tokenizer, tokenize_to_megatron
+
+    made = tokenize_to_megatron(a.src, a.dst, load_tokenizer(a.tokenizer))
+    print(f"{made.documents:,} documents, {made.tokens:,} tokens: {', '.join(str(file) for file in made.files)}")
+
+
+def _convert(a: argparse.Namespace) -> None:
+    from threed.checkpoint.convert import convert
+    from threed.data import load_tokenizer
+
+    print(convert(a.src, a.dst, tokenizer=load_tokenizer(a.tokenizer), dtype=a.dtype))
+
+
+def _inspect(a: argparse.Namespace) -> None:
+    print(_checkpoint_facts(a.checkpoint) if a.checkpoint else _machine_facts())
+
+
+def _machine_facts() -> str:
+    import torch
+
+    from threed.topology import backends
+
+    lines = [f"python       {platform.python_version()}"]
+    for name in ("threed", "torch", "numpy", "safetensors", "tokenizers", "wandb", "transformers", "matplotlib"):
+        try:
+            lines.append(f"{name:<12} {version(name)}")
+        except PackageNotFoundError:
+            lines.append(f"{name:<12} not installed")
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    lines.append(f"devices      {', '.join(devices) or f'CPU, {torch.get_num_threads()} threads in this process'}")
+    lines.append(f"backends     {', '.join(backends()) or 'none'}")
+    lines.append("kernels      none is native in this version: torch's own operators run everywhere")
+    return "\n".join(lines)
+
+
+def _checkpoint_facts(path: Path) -> str:
+    from threed.checkpoint import native
+    from threed.checkpoint.files import CheckpointError
+
+    manifest = native.read_manifest(path)
+    damaged = native.verify(path, manifest)
+    if damaged:
+        raise CheckpointError("\n".join(damaged))
+    reader = native.Reader(path, manifest)
+    state, model = manifest["state"], manifest["config"]["model"]
+    size = sum(entry["size"] for entry in manifest["files"])
+    lines = [
+        f"{path}: {len(manifest['files'])} files, {size:,} bytes, every hash verified",
+        f"after step {state['steps']} and {state['consumed']} samples",
+        f"model {model['arch']}, saved on {manifest['topology']}",
+        *(f"{name:<44} {list(shape)}" for name, shape in sorted(reader.shapes.items())),
+    ]
+    return "\n".join(lines)
+
+
+def _report(a: argparse.Namespace) -> None:
+    from threed.monitor.figures import report
+
+    if not (a.folder / "metrics.jsonl").is_file():
+        raise ValueError(f"{a.folder} is no run folder: it has no metrics.jsonl")
+    for path in report(a.folder):
+        print(path)
