@@ -19,16 +19,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from threed.checkpoint import native
 from threed.checkpoint.files import (
-    CheckpointError, building_place, check_space, publish, stream_tensors, write_tensors, write_text,
-)  # fmt: skip
+    CheckpointError,
+    building_place,
+    check_space,
+    publish,
+    stream_tensors,
+    write_text,
+)
 from threed.config import Config, ModelConfig, resolve
+from threed.data.tokenizer import Tokenizer
 from threed.precision import DTYPES
 
 SHARD_BYTES = 5_000_000_000
@@ -180,7 +186,7 @@ class Entry:
         return shape[::-1] if self.rule.transposed else shape
 
     def join(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Their tensor, from ours."""
+        """Their tensor, from ours; fp32 zeros where we have none."""
         if not self.held:
             return torch.zeros(self.shape)
         parts = [read(name) for name, _ in self.ours]
@@ -252,8 +258,8 @@ def state_dict_to_hf(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
     """Weights by our global names -> by Hugging Face's. CheckpointError where names or shapes are not the model's."""
     table = entries(model)
     _check_names({name: tuple(w.shape) for name, w in weights.items()}, _ours(table), "the state dict")
-    some = next(iter(weights.values()))
-    return {entry.name: entry.join(weights.__getitem__).to(some).contiguous() for entry in table}
+    device = next(iter(weights.values())).device
+    return {entry.name: entry.join(weights.__getitem__).to(device).contiguous() for entry in table}
 
 
 def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
@@ -262,3 +268,120 @@ def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
     wanted = {entry.name: entry.shape for entry in table}
     _check_names({name: tuple(w.shape) for name, w in weights.items()}, wanted, "the Hugging Face state dict")
     return {name: part for entry in table for name, part in entry.split(weights[entry.name]).items()}
+
+
+# ------------------------------------------------------------------------------------------------------------ export
+
+
+def export_hf(
+    checkpoint: Path,
+    out: Path,
+    tokenizer: Tokenizer | None = None,
+    dtype: str | None = None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes a native checkpoint as a folder that `transformers` loads, whole or not at all; no process group needed.
+
+    dtype: fp32, bf16, fp16 or fp64; None: as the checkpoint has its weights (masters). An earlier export at `out` is
+    replaced. Raises CheckpointError for damage, names or shapes that are not the model's, values that overflow.
+    """
+    manifest = native.read_manifest(checkpoint)
+    problems = native.verify(checkpoint, manifest)
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    reader = native.Reader(checkpoint, manifest)
+    model = _resolved(ModelConfig.model_validate(manifest["config"]["model"]))
+    table = entries(model)
+    _check_names(reader.shapes, _ours(table), str(checkpoint))
+    _check_tokenizer(tokenizer, model)
+    _check_place(out)
+    to = _dtype(dtype, reader)
+    building = building_place(out)
+    try:
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        check_space(building, sum(math.prod(entry.shape) for entry in table) * to.itemsize)
+        _write_weights(building, table, reader, to, shard_bytes)
+        _write_configs(building, model, to, tokenizer)
+        publish(building, out)
+    except OSError as error:
+        raise CheckpointError(f"could not write {out}: {error}") from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return out
+
+
+def _check_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> None:
+    if tokenizer is not None and tokenizer.vocab_size > (model.vocab or 0):
+        raise CheckpointError(
+            f"the model has {model.vocab} tokens and tokenizer {tokenizer.name} has {tokenizer.vocab_size}:"
+            " give the tokenizer that the model was trained with"
+        )
+
+
+def _check_place(out: Path) -> None:
+    if out.exists() and not (out / "config.json").is_file() and not (out.is_dir() and not any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is no Hugging Face folder: it stays as it is; choose another name")
+
+
+def _dtype(name: str | None, reader: native.Reader) -> torch.dtype:
+    if name is None:
+        some, shape = next(iter(reader.shapes.items()))
+        return reader.box("weight", some, (0,) * len(shape), (1,) * len(shape)).dtype
+    if name not in DTYPES:
+        raise CheckpointError(f"dtype {name} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _write_weights(
+    folder: Path, table: Sequence[Entry], reader: native.Reader, dtype: torch.dtype, shard_bytes: int
+) -> None:
+    """One file, or numbered shards and their index."""
+    shards = _shards(table, dtype.itemsize, shard_bytes)
+    names = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    names = names if len(names) > 1 else ["model.safetensors"]
+    for name, shard in zip(names, shards, strict=True):
+        about = {entry.name: (dtype, entry.shape) for entry in shard}
+        tensors = (_cast(entry, entry.join(lambda ours: reader.full("weight", ours)), dtype) for entry in shard)
+        stream_tensors(folder / name, about, tensors, {"format": "pt"})
+    if len(names) > 1:
+        places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        total = sum(math.prod(entry.shape) for entry in table) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+
+
+def _shards(table: Sequence[Entry], itemsize: int, limit: int) -> list[list[Entry]]:
+    """The tensors in order, cut into files of at most `limit` bytes; a larger tensor has a file of its own."""
+    shards: list[list[Entry]] = [[]]
+    used = 0
+    for entry in table:
+        size = math.prod(entry.shape) * itemsize
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(entry)
+        used += size
+    return shards
+
+
+def _cast(entry: Entry, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    out = tensor.to(dtype)
+    if out.isinf().sum() > tensor.isinf().sum():
+        largest = torch.finfo(dtype).max
+        raise CheckpointError(
+            f"{entry.name} has values beyond {largest:.5g}, the largest of {dtype}: use another dtype"
+        )
+    return out
+
+
+def _write_configs(folder: Path, model: ModelConfig, dtype: torch.dtype, tokenizer: Tokenizer | None) -> None:
+    name, eot = str(dtype).removeprefix("torch."), None if tokenizer is None else tokenizer.eot
+    ids = {"bos_token_id": eot, "eos_token_id": eot}  # a document begins where another ends, as in training
+    common = {"vocab_size": model.vocab, "tie_word_embeddings": bool(model.tied), "dtype": name, "torch_dtype": name}
+    config = ARCHITECTURES[model.arch].config(model) | common | ids | {"use_cache": True}
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_text(folder / "generation_config.json", json.dumps(ids, indent=2) + "\n")
+    if tokenizer is not None:
+        tokenizer.save_hf(folder)
