@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["threed.engine", "tests.configs"])
+_context.set_forkserver_preload(["threed.engine", "tests.configs", "pytest", "hypothesis"])
 
 
 def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:

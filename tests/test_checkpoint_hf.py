@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.configs import batch, engine_of, share
@@ -58,7 +58,7 @@ def config_of(name: str, world: int, **parallel: int) -> Config:
 def large(model: ModelConfig) -> dict[str, Tensor]:
     """Weights by our names with which every part of the model has a say."""
     draw, weights = torch.Generator().manual_seed(7), {}
-    for name, shape in hf._ours(hf.entries(model)).items():
+    for name, shape in hf.our_shapes(hf.entries(model)).items():
         noise = torch.randn(shape, generator=draw)
         if len(shape) == 2:
             weights[name] = noise * (0.5 if "embedding" in name else 1.5 / shape[1] ** 0.5)
@@ -153,14 +153,9 @@ def test_parity_is_a_sharp_test(saved: dict[str, Any], tmp_path: Path) -> None:
 
     def differs(change: Any) -> float:
         out = hf.export_hf(saved["folder"] / "llama", tmp_path / "out")
-        weights = load_file(out / "model.safetensors")
+        weights = {name: w.clone() for name, w in load_file(out / "model.safetensors").items()}
         change(weights)
-        hf.stream_tensors(
-            out / "model.safetensors",
-            {name: (w.dtype, tuple(w.shape)) for name, w in weights.items()},
-            weights.values(),
-            {"format": "pt"},
-        )
+        save_file(weights, out / "model.safetensors", {"format": "pt"})
         return float((theirs(out) - ours).abs().max())
 
     def permute_query(weights: dict[str, Tensor]) -> None:
@@ -279,12 +274,12 @@ def test_fp64_stays_fp64_and_fp16_overflow_is_refused(tmp_path: Path) -> None:
 def export_in_little_memory(folder: Path) -> int:
     """Bytes of a checkpoint that is exported while no more than a few tensors' memory can be allocated."""
     config = config_of("llama", 1)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"layers": 24, "hidden": 256, "ffn": 2048})})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"layers": 12, "hidden": 128, "ffn": 1024})})
     engine_of(config).save(folder / "step")
     files = sum(file.stat().st_size for file in (folder / "step").glob("*.safetensors"))
     hf.export_hf(folder / "step", folder / "warm-up")
     used = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmData"))
-    tensor = 2048 * 256 * 4
+    tensor = 1024 * 128 * 4
     # The file is mapped privately, which counts as data though it takes no memory.
     resource.setrlimit(resource.RLIMIT_DATA, (used + files + 8 * tensor,) * 2)
     hf.export_hf(folder / "step", folder / "out")
@@ -292,7 +287,7 @@ def export_in_little_memory(folder: Path) -> int:
 
 
 def test_export_holds_a_few_tensors_at_a_time(tmp_path: Path) -> None:
-    assert run_ranks(1, export_in_little_memory, tmp_path)[0] > 50
+    assert run_ranks(1, export_in_little_memory, tmp_path)[0] > 35
     shutil.rmtree(tmp_path)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from threed import collectives, models
-from threed.arguments import format_problems, help_text, load_checked
+from threed.arguments import Options, format_problems, help_text, load, load_checked
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, check_space
 from threed.checks import find_problems
@@ -41,9 +41,7 @@ def main(
     world, local = world or int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
     try:
-        config, options = load_checked(
-            argv, defaults=defaults, presets=presets, world_size=world, local_world=local_world
-        )
+        config, options = _load(argv, defaults, presets, world, local_world)
         if options.help:
             return _say(help_text(config, prog, presets=presets), local)
         world = options.world_size or world
@@ -55,8 +53,27 @@ def main(
         return _say(Forecast.of(config, world).text(), local)
     if options.world_size is not None:
         return _refuse(["--world-size goes with --dry-run; torchrun sets the world size of a run"], local)
-    train(config, data, [prog, *argv])
+    try:
+        train(config, data, [prog, *argv])
+    except CheckpointError as error:  # the same on every rank
+        return _refuse([str(error)], local)
     return 0
+
+
+def _load(
+    argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: Path, world: int, local_world: int | None
+) -> tuple[Config, Options]:
+    """The configuration; or ConfigError with all its problems, and those of the data it names where that is clear."""
+    try:
+        return load_checked(argv, defaults=defaults, presets=presets, world_size=world, local_world=local_world)
+    except ConfigError as error:
+        problems = error.problems
+    try:
+        d = load(argv, defaults=defaults, presets=presets)[0].data
+        problems = problems + find_data_problems(d.path, d.tokenizer, d.split)
+    except ConfigError:
+        pass  # what does not parse is among the problems already
+    raise ConfigError(problems)
 
 
 def train(config: Config, data: Data, command: list[str]) -> None:

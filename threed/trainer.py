@@ -54,6 +54,7 @@ class Trainer:
         self.forecast = Forecast.of(self.config, self.topology.world)
         self.heartbeat = Heartbeat(self.folder / "heartbeat", self.topology.rank)
         self.last_saved = -1
+        self.saving_s = 0.0
         self.spans: list[Any] = []
         self.profiler: torch.profiler.profile | None = None
 
@@ -90,9 +91,12 @@ class Trainer:
                 continue
             self.last_saved = self.engine.steps
             return {**extra, "path": path, "problems": problems}
+        if problems:
+            none = "no checkpoint of this run can be read; --checkpoint.resume none starts anew and keeps them aside"
+            raise CheckpointError("; ".join([*problems, none]))
         if resume == "none" and self.main:
             self._set_aside()
-        return {"problems": problems}
+        return {}
 
     def _set_aside(self) -> None:
         """A new run where an old one was: its checkpoints are kept, out of the way of a later resume."""
@@ -163,14 +167,17 @@ class Trainer:
         self._profile(step)
         metrics = self.engine.step(batch)
         loss = metrics.loss if logged else None  # reading it waits for the device, so only where it is told
-        saved = self._save_if_due(step)
-        self.meter.add(metrics.tokens, time.perf_counter() - begin, data_s=data_s, ckpt_s=saved, **metrics.seconds)
+        # Saving counts with the step after it: a checkpoint is written once the step's line is, or a crash between
+        # the two would lose the line for good.
+        spent = time.perf_counter() - begin + self.saving_s
+        self.meter.add(metrics.tokens, spent, data_s=data_s, ckpt_s=self.saving_s, **metrics.seconds)
         row = self._row(metrics, loss) if loss is not None else {}
         row.update(self._evaluate_if_due(step))
         if row:
             self.monitor.log(step, row)
         else:
             self.monitor.advance(step)
+        self.saving_s = self._save_if_due(step)
 
     def _row(self, metrics: StepMetrics, loss: float) -> dict[str, float]:
         """Everything that is logged of a step. Collective: traffic and memory come from all ranks."""

@@ -250,14 +250,15 @@ def _check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: 
         raise CheckpointError(f"{what} does not fit the model's configuration: {'; '.join(problems[:10])}{more}")
 
 
-def _ours(table: Sequence[Entry]) -> dict[str, Shape]:
+def our_shapes(table: Sequence[Entry]) -> dict[str, Shape]:
+    """The names and shapes of all our tensors that a table speaks of."""
     return dict(pair for entry in table if entry.held for pair in entry.ours)
 
 
 def state_dict_to_hf(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Weights by our global names -> by Hugging Face's. CheckpointError where names or shapes are not the model's."""
     table = entries(model)
-    _check_names({name: tuple(w.shape) for name, w in weights.items()}, _ours(table), "the state dict")
+    _check_names({name: tuple(w.shape) for name, w in weights.items()}, our_shapes(table), "the state dict")
     device = next(iter(weights.values())).device
     return {entry.name: entry.join(weights.__getitem__).to(device).contiguous() for entry in table}
 
@@ -293,7 +294,7 @@ def export_hf(
     reader = native.Reader(checkpoint, manifest)
     model = _resolved(ModelConfig.model_validate(manifest["config"]["model"]))
     table = entries(model)
-    _check_names(reader.shapes, _ours(table), str(checkpoint))
+    _check_names(reader.shapes, our_shapes(table), str(checkpoint))
     _check_tokenizer(tokenizer, model)
     _check_place(out)
     to = _dtype(dtype, reader)

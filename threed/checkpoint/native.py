@@ -53,16 +53,16 @@ def save(path: Path, optimizer: Optimizer, topology: Topology, config: Config, s
     mine = [record for record in records(optimizer) if record.owned]
     sizes = collectives.exchange(sum(_nbytes(record.values) for record in mine), everyone)
     problem = _prepare(building, path, sum(sizes)) if everyone.index == 0 else None
-    _agree(collectives.exchange(problem, everyone), building, everyone.index)
+    _agree(collectives.exchange(problem, everyone), building, everyone)
     entry = _write_mine(building, everyone.index, mine)
     entries = collectives.exchange(entry, everyone)
-    _agree([e.get("error") for e in entries], building, everyone.index)
+    _agree([e.get("error") for e in entries], building, everyone)
     problem = None
     if everyone.index == 0:
         counters = {"updates": float(optimizer.updates), "skips": float(optimizer.skips)}
         body = _manifest(config, topology, {**state, **counters}, entries)
         problem = _publish(building, path, body)
-    _agree(collectives.exchange(problem, everyone), building, everyone.index)
+    _agree(collectives.exchange(problem, everyone), building, everyone)
     return path
 
 
@@ -98,12 +98,13 @@ def _write_mine(building: Path, rank: int, mine: list[Record]) -> dict[str, Any]
         return {"error": f"rank {rank} could not write {building / file}: {error}"}
 
 
-def _agree(problems: list[str | None], building: Path, rank: int) -> None:
-    """Raises on every rank when any rank failed, and leaves nothing half-written."""
+def _agree(problems: list[str | None], building: Path, everyone: Axis) -> None:
+    """Raises on every rank when any rank failed, after nothing half-written is left."""
     found = [problem for problem in problems if problem]
     if found:
-        if rank == 0:
+        if everyone.index == 0:
             shutil.rmtree(building, ignore_errors=True)
+        collectives.exchange(None, everyone)
         raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
 
 

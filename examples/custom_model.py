@@ -1,0 +1,95 @@
+"""A model of your own from `threed.layers`, in any topology; every key of training works here too.
+
+python examples/custom_model.py
+torchrun --standalone --nproc-per-node 2 examples/custom_model.py --parallel.tp 2
+torchrun --standalone --nproc-per-node 8 examples/custom_model.py --parallel.tp 2 --parallel.pp 2
+
+The blocks run attention and MLP side by side behind one norm (as PaLM, arXiv 2204.02311, section 2), with squared ReLU
+(arXiv 2109.08668). Losses are the same whatever the topology.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from torch import Tensor, nn
+
+import threed
+from threed import collectives, layers
+from threed.arguments import format_problems, load_checked
+from threed.config import ConfigError, ModelConfig, resolve
+from threed.data import open_data
+
+# What this program's keys are unless the command line says otherwise.
+DEFAULTS = {
+    "model": {"layers": 4, "hidden": 128, "heads": 4, "seq": 128},
+    "train": {"steps": 20, "global_batch": 16},
+    "optim": {"lr": 3e-3, "warmup": 5},
+}
+
+
+class ParallelBlock(nn.Module):
+    """x + attention(norm(x)) + mlp(norm(x)): [s b h] -> [s b h] (or [s/t b h] when sequences are cut)."""
+
+    def __init__(self, name: str, c: ModelConfig, slicing: layers.Slicing) -> None:
+        super().__init__()
+        self.name = name
+        self.norm = layers.RMSNorm(f"{name}.norm", c.hidden, slicing)
+        self.attention = layers.Attention(f"{name}.attention", c.hidden, c.heads, slicing, rotary=c.rope_theta)
+        self.up = layers.ColumnLinear(f"{name}.mlp", c.hidden, [("up", 4 * c.hidden)], slicing)
+        self.down = layers.RowLinear(f"{name}.mlp.down", 4 * c.hidden, c.hidden, slicing)
+
+    def forward(self, x: Tensor, micro: layers.MicroBatch) -> Tensor:
+        y = self.norm(x)
+        return x + self.attention(y) + self.down(self.up(y).relu().square())
+
+
+class ParallelModel:
+    """The model as a list of pipeline layers, and what each costs: all that an engine asks for."""
+
+    def __init__(self, config: ModelConfig, slicing: layers.Slicing) -> None:
+        self.config, self.slicing, self.hidden = config, slicing, config.hidden
+
+    def layers(self) -> list[nn.Module]:
+        c, slicing = self.config, self.slicing
+        embedding = layers.Embedding("embedding", c.vocab or 0, c.hidden, slicing)
+        blocks = [ParallelBlock(f"blocks.{i}", c, slicing) for i in range(c.layers)]
+        norm = layers.RMSNorm("head.norm", c.hidden, slicing)
+        # The head is tied: it names the embedding's table, though the two may lie on different stages.
+        head = layers.LanguageModelHead("head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, slicing)
+        return [embedding, *blocks, head]
+
+    def costs(self, micro_batch: int) -> list[float]:
+        """Weights of the matmuls, to which FLOPs are proportional: what stages are balanced by."""
+        c = self.config
+        return [0.0, *[12.0 * c.hidden**2] * c.layers, float(c.hidden * (c.vocab or 0))]
+
+
+def main() -> None:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        config, _ = load_checked(sys.argv[1:], defaults=DEFAULTS, presets=Path(), world_size=world)
+    except ConfigError as error:
+        sys.exit(format_problems(error.problems))
+    d, train = config.data, config.train
+    data = open_data(d.path, d.tokenizer, d.split, config.model.seq, train.seed)
+    config = resolve(config, data.vocab, world)
+    topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)
+    slicing = threed.Slicing(topology.axis("tp"), bool(config.parallel.sequence), train.seed)
+    engine = threed.Engine(ParallelModel(config.model, slicing), topology, config)
+    share = train.global_batch // topology.dp  # sequences of a step that are this data rank's
+    for step in range(train.steps):
+        first = step * train.global_batch + topology.axis("dp").index * share
+        metrics = engine.step(data.train.batch(first, share))
+        if topology.rank == 0:
+            print(f"step {metrics.step} loss {metrics.loss:.5f} norm {metrics.grad_norm:.5f}", flush=True)
+    weights = engine.full_state_dict()  # global names -> full tensors, on rank 0
+    if topology.rank == 0:
+        print(f"{sum(w.numel() for w in weights.values()):,} parameters in {len(weights)} tensors")
+    collectives.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""The main job as a user starts it: torchrun on the pretraining scripts, on real text, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from threed.checkpoint import native
+from threed.monitor import heartbeat, metrics
+
+ROOT = Path(__file__).parent.parent
+QUICK = [
+    "--model.layers", "3", "--model.hidden", "32", "--model.seq", "32", "--train.global-batch", "4", "--log.every", "2",
+    "--train.eval-samples", "4", "--train.sample-tokens", "8", "--data.path", "text.txt", "--optim.warmup", "2",
+]  # fmt: skip
+EVERYWHERE = {
+    "step", "train/loss", "train/lr", "train/grad_norm", "train/tokens", "train/skipped_steps", "perf/tokens_per_s",
+    "perf/tokens_per_s_per_device", "perf/tflops_per_device", "perf/step_s", "perf/data_s", "perf/fwd_bwd_s",
+    "perf/dp_comm_s", "perf/optim_s", "perf/ckpt_s", "mem/peak_rss_gib", "comm/tp_gib", "comm/pp_gib", "comm/dp_gib",
+    "comm/cp_gib", "run/restarts", "pp/bubble_measured", "pp/bubble_ideal",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    text = "".join(f"line {n} has the square {n * n} and the cube {n**3}\n" for n in range(2000))
+    (tmp_path / "text.txt").write_text(text)
+    return tmp_path
+
+
+def command(ranks: int, script: str, *flags: str) -> list[str]:
+    """The command line of a run."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, str(ROOT / "pretrain" / script), *flags]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """An environment without keys, with a cache of its own."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "THREED"))}
+    return {**kept, "OMP_NUM_THREADS": "1", "THREED_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+
+
+def start(folder: Path, ranks: int, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script to its end."""
+    line = command(ranks, script, *flags)
+    return subprocess.run(line, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=240)
+
+
+def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) -> None:
+    flags = ["--preset", "tiny", *QUICK, "--parallel.tp", "2", "--parallel.pp", "2", "--train.steps", "6"]
+    first = start(folder, 4, "gpt.py", *flags, "--train.stop-after", "4")
+    assert first.returncode == 0, first.stdout + first.stderr
+    run = folder / "runs" / "tiny"
+    for name in ("config.toml", "metrics.jsonl", "heartbeat/rank-3.json", "wandb", "hf/config.json"):
+        assert (run / name).exists(), name
+    for name in ("loss", "pipeline", "memory"):
+        assert (run / "figures" / f"{name}.svg").read_text().rstrip().endswith("</svg>")
+    rows = metrics.read(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 4]
+    assert set(rows[-1]) >= EVERYWHERE | {"val/loss", "val/bits_per_byte"}
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+    for word in ("rank 3", "ideal bubble", "the model writes", "resume     torchrun", "figures/loss.svg"):
+        assert word in first.stdout, first.stdout
+
+    second = start(folder, 4, "gpt.py", *flags)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "resumed    runs/tiny/checkpoints/step-4" in second.stdout
+    assert [row["step"] for row in metrics.read(run / "metrics.jsonl")] == [1, 2, 4, 6]
+    assert native.read_manifest(run / "checkpoints" / "step-6")["state"]["consumed"] == 24
+
+    straight = start(folder, 4, "gpt.py", *flags, "--run.name", "straight")
+    assert straight.returncode == 0, straight.stdout + straight.stderr
+    last = metrics.read(folder / "runs" / "straight" / "metrics.jsonl")[-1]
+    assert last["train/loss"] == metrics.read(run / "metrics.jsonl")[-1]["train/loss"]
+
+
+def test_llama_trains_on_one_rank_and_its_export_loads(folder: Path) -> None:
+    done = start(folder, 1, "llama.py", "--preset", "llama-tiny", *QUICK, "--train.steps", "2", "--log.wandb", "off")
+    assert done.returncode == 0, done.stdout + done.stderr
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "runs" / "llama-tiny" / "hf")
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert not (folder / "runs" / "llama-tiny" / "wandb").exists()
+
+
+def test_everything_wrong_is_said_at_once_with_exit_code_2(folder: Path) -> None:
+    line = [sys.executable, str(ROOT / "pretrain" / "gpt.py"), "--parallel.tp", "3", "--data.path", "nowhere"]
+    done = subprocess.run(line, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    for word in ("world size 1", "--model.heads 8", "nowhere does not exist"):
+        assert word in done.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_a_resume_with_another_shape_is_refused_and_names_the_keys(folder: Path) -> None:
+    flags = ["--preset", "tiny", *QUICK, "--train.steps", "1", "--checkpoint.export-hf", "false", "--log.wandb", "off"]
+    assert start(folder, 1, "gpt.py", *flags).returncode == 0
+    again = start(folder, 1, "gpt.py", *flags, "--model.hidden", "64")
+    assert again.returncode != 0
+    assert "hidden = 32, this run has 64" in again.stderr
+
+
+def test_dry_run_prints_the_plan_and_trains_nothing(folder: Path) -> None:
+    flags = ["--preset", "tiny", *QUICK, "--dry-run", "--world-size", "8", "--parallel.tp", "2", "--parallel.pp", "2"]
+    line = [sys.executable, str(ROOT / "pretrain" / "gpt.py"), *flags]
+    done = subprocess.run(line, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "pp1 dp1 tp1" in done.stdout
+    assert "ideal bubble" in done.stdout
+
+
+def test_a_killed_rank_ends_the_run_and_a_restart_goes_on_from_the_checkpoint(folder: Path) -> None:
+    flags = [
+        "--preset", "tiny", *QUICK, "--train.steps", "40", "--checkpoint.every", "5", "--log.wandb", "off",
+        "--checkpoint.export-hf", "false", "--parallel.pp", "2", "--log.every", "1",
+    ]  # fmt: skip
+    line = command(2, "gpt.py", *flags)
+    at = line.index("--nproc-per-node")
+    line[at:at] = ["--max-restarts", "1"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(line, cwd=folder, env=environment(folder), **streams) as job:  # type: ignore[call-overload]
+        run = folder / "runs" / "tiny"
+        wait_for(lambda: (run / "checkpoints" / "step-5").exists())
+        victim = next(beat["pid"] for beat in heartbeat.read_all(run / "heartbeat") if beat["rank"] == 1)
+        os.kill(victim, signal.SIGKILL)
+        output = job.communicate(timeout=200)[0]
+    assert job.returncode == 0, output
+    rows = metrics.read(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert rows[-1]["run/restarts"] == 1
+    assert "resumed" in output
+
+
+def wait_for(condition: object, seconds: float = 100) -> None:
+    """Waits until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)
