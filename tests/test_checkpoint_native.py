@@ -34,16 +34,10 @@ from threed.sharding import Piece, boxes, intersect
 from threed.zero.records import records
 
 
-def steps_of(engine: Engine, count: int) -> list[float]:
-    """The losses of `count` steps, from where the engine is."""
+def train(engine: Engine, count: int) -> list[float]:
+    """The losses of `count` more steps."""
     rows = engine.config.train.global_batch
-    metrics = [engine.step(share(batch(engine.steps + n, rows), engine.topology)) for n in range(count)]
-    return [m.loss for m in metrics]
-
-
-def steps_one_by_one(engine: Engine, count: int) -> list[float]:
-    """The same, each step's data drawn when its turn comes."""
-    return [loss for _ in range(count) for loss in steps_of(engine, 1)]
+    return [engine.step(share(batch(engine.steps, rows), engine.topology)).loss for _ in range(count)]
 
 
 def state_of(engine: Engine) -> list[tuple[str, str, Tensor]]:
@@ -73,12 +67,12 @@ def resume(folder: Path, cases: list[Case]) -> list[str]:
     wrong = []
     for number, case in enumerate(cases):
         straight = engine_of(config_of(case))
-        first = steps_one_by_one(straight, 5)
+        first = train(straight, 5)
         straight.save(folder / f"step-{number}", {"note": case.model})
-        second = steps_one_by_one(straight, 5)
+        second = train(straight, 5)
         resumed = engine_of(config_of(case))
         extra = resumed.load(folder / f"step-{number}")
-        losses = steps_one_by_one(resumed, 5)
+        losses = train(resumed, 5)
         gap = distance(state_of(straight), state_of(resumed))
         moved = max(float(values.abs().max()) for part, _, values in state_of(resumed) if part == "exp_avg_sq")
         facts = (losses == second, gap == 0.0, extra == {"note": case.model}, resumed.steps == 10, moved > 0)
@@ -134,9 +128,9 @@ def depart(folder: Path, moves: dict[int, Move]) -> dict[int, tuple[list[float],
     out = {}
     for number, one in moves.items():
         engine = engine_of(config_of(one.source))
-        steps_one_by_one(engine, 2)
+        train(engine, 2)
         engine.save(folder / f"move-{number}")
-        out[number] = (steps_one_by_one(engine, 3), engine.full_state_dict())
+        out[number] = (train(engine, 3), engine.full_state_dict())
     return out
 
 
@@ -146,7 +140,7 @@ def arrive(folder: Path, moves: dict[int, Move]) -> dict[int, tuple[list[float],
     for number, one in moves.items():
         engine = engine_of(config_of(one.target))
         engine.load(folder / f"move-{number}")
-        out[number] = (steps_one_by_one(engine, 3), engine.full_state_dict())
+        out[number] = (train(engine, 3), engine.full_state_dict())
     return out
 
 
@@ -179,7 +173,7 @@ def save_and_collect(folder: Path, cases: list[Case]) -> list[dict[str, Tensor]]
     out = []
     for number, case in enumerate(cases):
         engine = engine_of(config_of(case))
-        steps_one_by_one(engine, 1)
+        train(engine, 1)
         engine.save(folder / f"step-{number}")
         out.append(engine.full_state_dict())
     return out
@@ -285,9 +279,9 @@ def load_damaged(folder: Path) -> dict[str, tuple[str, bool]]:
     """For each damage, on every rank: what loading said, and whether the engine was left as it was."""
     case = Case(2, 1, 2, model="gpt-untied", dtype="fp32", layers=2, partition="2,2")
     engine = engine_of(config_of(case))
-    steps_one_by_one(engine, 2)
+    train(engine, 2)
     engine.save(folder / "good")
-    steps_one_by_one(engine, 1)
+    train(engine, 1)
     world, before, out = engine.topology.axis("world"), state_of(engine), {}
     for kind, (damage, _) in DAMAGES.items():
         path = folder / kind / "step-2"
@@ -301,7 +295,7 @@ def load_damaged(folder: Path) -> dict[str, tuple[str, bool]]:
             said = str(error)
         same = distance(before, state_of(engine)) == 0.0 and engine.steps == 3
         out[kind] = (said, same)
-    usable = math.isfinite(steps_one_by_one(engine, 1)[0])
+    usable = math.isfinite(train(engine, 1)[0])
     engine.load(folder / "good")
     out["engine"] = ("", usable and engine.steps == 2)
     return out
@@ -345,7 +339,7 @@ def save_twice(folder: Path) -> tuple[list[str], float, int]:
     """The same step saved again: what lies in the folder, and what is read back."""
     engine = engine_of(config_of(Case(1, 2, 1, dtype="fp32", layers=2)))
     engine.save(folder / "step-1")
-    steps_one_by_one(engine, 2)
+    train(engine, 2)
     engine.save(str(folder / "step-1"))
     other = engine_of(engine.config)
     other.load(folder / "step-1")
@@ -396,7 +390,7 @@ def save_on_a_full_disk(folder: Path, full: int) -> str:
     """A save during which rank `full` cannot write more than 30 kB to a file; then one that works."""
     engine = engine_of(config_of(Case(2, 2, 1, dtype="fp32", layers=2)))
     engine.save(folder / "step-1")
-    steps_one_by_one(engine, 1)
+    train(engine, 1)
     before, said = state_of(engine), ""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if engine.topology.rank == full:

@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = tool("convert", "turns a native checkpoint into a Hugging Face folder", _convert)
     sub.add_argument("src", type=Path)
     sub.add_argument("dst", type=Path)
-    sub.add_argument("--tokenizer", default="bytes", help="whose files go along: bytes (default), or a tokenizer.json")
+    sub.add_argument("--tokenizer", help="bytes, a tokenizer.json, or none; default: the one it was trained with")
     sub.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default=None, help="format of the weights")
     sub = tool("inspect", "shows versions and devices, or what is in a checkpoint, all hashes verified", _inspect)
     sub.add_argument("checkpoint", type=Path, nargs="?")
@@ -108,9 +108,8 @@ def _tokenize(a: argparse.Namespace) -> None:
 
 def _convert(a: argparse.Namespace) -> None:
     from threed.checkpoint.convert import convert
-    from threed.data import load_tokenizer
 
-    print(convert(a.src, a.dst, tokenizer=load_tokenizer(a.tokenizer), dtype=a.dtype))
+    print(convert(a.src, a.dst, tokenizer=a.tokenizer, dtype=a.dtype))
 
 
 def _inspect(a: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from threed import collectives
+from threed.checkpoint.hf import export_hf
 from threed.data import Data
 from threed.engine import Engine
 from threed.forecast import Forecast
@@ -58,6 +59,4 @@ def draw(
 
 def export(checkpoint: Path, out: Path, data: Data) -> Path:
     """Writes the Hugging Face folder of a checkpoint."""
-    from threed.checkpoint.hf import export_hf
-
     return export_hf(checkpoint, out, data.tokenizer)

@@ -1,0 +1,76 @@
+"""The console tools, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.configs import Case, config_of, engine_of
+from tests.harness import run_ranks
+from threed.cli import main
+
+
+def save_checkpoint(path: Path) -> None:
+    """On a rank: a checkpoint of an untrained model."""
+    engine_of(config_of(Case(model="llama", dtype="fp32"))).save(path)
+
+
+def test_schedule_prints_the_facts_of_a_plan_as_json_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plan.svg"
+    assert main(["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--json", "--svg", str(picture)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["bubble"] == pytest.approx(3 / 11)
+    assert facts["peak_activations"] == [4, 3, 2, 1]
+    assert facts["messages"] == [8, 16, 16, 8]
+    assert picture.read_text().startswith("<svg")
+
+
+def test_a_schedule_that_is_not_there_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "zb-h1", "--stages", "4", "--microbatches", "8"]) == 2
+    assert "'zb-h1' is not in this version; available: gpipe, 1f1b" in capsys.readouterr().err
+
+
+def test_plan_is_the_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--preset", "tiny", "--world-size", "4", "--parallel.tp", "2", "--parallel.pp", "2"]) == 0
+    assert "rank 3" in capsys.readouterr().out
+
+
+def test_tokenize_writes_a_pair_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 200)
+    assert main(["tokenize", str(tmp_path / "a.txt"), str(tmp_path / "out")]) == 0
+    assert "1 documents, 2,001 tokens" in capsys.readouterr().out
+    assert (tmp_path / "out.bin").exists()
+    assert (tmp_path / "out.idx").exists()
+    assert main(["tokenize", str(tmp_path / "missing.txt"), str(tmp_path / "other")]) == 2
+
+
+def test_inspect_shows_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect"]) == 0
+    out = capsys.readouterr().out
+    assert "torch" in out
+    assert "gloo" in out
+
+
+def test_inspect_verifies_and_convert_exports_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "step-0"
+    run_ranks(1, save_checkpoint, saved)
+    assert main(["inspect", str(saved)]) == 0
+    out = capsys.readouterr().out
+    assert "every hash verified" in out
+    assert "blocks.4.mlp.gate.weight" in out
+    assert main(["convert", str(saved), str(tmp_path / "hf"), "--tokenizer", "none"]) == 0
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    file = saved / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert main(["inspect", str(saved)]) == 2
+    assert "rank-00000.safetensors" in capsys.readouterr().err
+
+
+def test_report_needs_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "metrics.jsonl" in capsys.readouterr().err

@@ -1,0 +1,193 @@
+"""The grid of ranks: coordinates, axes, links of a direction each, blocks, ties, and errors that name the factors."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.harness import run_ranks
+from threed.topology import AXES, Topology, coordinates, grid_sizes, place_label, rank_of
+
+SIZES = [dict(zip(AXES, sizes, strict=True)) for sizes in itertools.product((1, 2, 3), (1, 2, 3), (1, 2), (1, 2, 4))]
+GRIDS = [(2, 2, 2), (4, 1, 2), (1, 2, 4), (3, 2, 1), (2, 1, 1), (8, 1, 1)]  # pp, dp, tp
+
+
+def world_of(sizes: dict[str, int]) -> int:
+    return sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"]
+
+
+def test_places_and_ranks_are_one_to_one() -> None:
+    for sizes in SIZES:
+        places = [coordinates(rank, sizes) for rank in range(world_of(sizes))]
+        assert [rank_of(place, sizes) for place in places] == list(range(world_of(sizes)))
+        assert len({tuple(place.items()) for place in places}) == world_of(sizes)
+        assert all(0 <= place[axis] < sizes[axis] for place in places for axis in AXES)
+
+
+def test_tensor_ranks_are_next_to_each_other_and_stages_far_apart() -> None:
+    sizes = {"pp": 2, "dp": 3, "cp": 1, "tp": 4}
+    strides = {axis: rank_of({**dict.fromkeys(AXES, 0), axis: 1}, sizes) for axis in ("tp", "dp", "pp")}
+    assert strides == {"tp": 1, "dp": 4, "pp": 12}
+
+
+def test_a_place_is_told_without_axes_of_one() -> None:
+    sizes = {"pp": 2, "dp": 1, "cp": 1, "tp": 2}
+    assert [place_label(coordinates(r, sizes), sizes) for r in range(4)] == ["pp0 tp0", "pp0 tp1", "pp1 tp0", "pp1 tp1"]
+    assert place_label(dict.fromkeys(AXES, 0), dict.fromkeys(AXES, 1)) == "alone"
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+
+
+@given(st.integers(1, 64), st.integers(1, 5), st.integers(1, 5), st.integers(1, 3), st.none() | st.integers(1, 5))
+def test_sizes_make_up_the_world_or_are_refused(world: int, pp: int, tp: int, cp: int, dp: int | None) -> None:
+    fits = world == pp * tp * cp * dp if dp else world % (pp * tp * cp) == 0
+    if fits:
+        sizes = grid_sizes(world, pp=pp, dp=dp, cp=cp, tp=tp)
+        assert world_of(sizes) == world
+        assert dp in (None, sizes["dp"])
+    else:
+        with pytest.raises(ValueError, match=f"world size {world} is not tp {tp} x pp {pp} x cp {cp}") as caught:
+            grid_sizes(world, pp=pp, dp=dp, cp=cp, tp=tp)
+        assert f"start {pp * tp * cp * (dp or 1)} ranks" in str(caught.value)
+        assert dp is None or f"x dp {dp} = {pp * tp * cp * dp}" in str(caught.value)
+
+
+def test_a_lone_process_is_refused_sizes_it_has_not() -> None:
+    with pytest.raises(ValueError, match="world size 1 is not tp 2 x pp 1 x cp 1 = 2, times dp"):
+        Topology(tp=2)
+
+
+def test_a_lone_process_has_every_axis_and_no_group() -> None:
+    topology = Topology()
+    topology.prepare(["tp"], [])
+    for name in (*AXES, "world"):
+        axis = topology.axis(name)
+        assert (axis.size, axis.index, axis.ranks, axis.group) == (1, 0, (0,), None)
+
+
+# ------------------------------------------------------------------------------------------------------------ axes
+
+
+def brute_force_line(rank: int, name: str, sizes: dict[str, int]) -> tuple[int, ...]:
+    """All ranks whose place differs from mine in this coordinate at most, in order."""
+    mine = coordinates(rank, sizes)
+    others = [axis for axis in AXES if axis != name]
+    return tuple(
+        r for r in range(world_of(sizes)) if all(coordinates(r, sizes)[axis] == mine[axis] for axis in others)
+    )
+
+
+def members_met(group: dist.ProcessGroup | None, size: int, rank: int) -> tuple[int, ...]:
+    """Who is in a group, found out by talking over it."""
+    if group is None:
+        return (rank,)
+    out = torch.zeros(size, dtype=torch.int64)
+    dist.all_gather(list(out.split(1)), torch.tensor([rank]), group=group)
+    return tuple(out.tolist())
+
+
+def check_axes(pp: int, dp: int, tp: int) -> None:
+    topology = Topology(pp=pp, tp=tp)
+    assert topology.sizes == {"pp": pp, "dp": dp, "cp": 1, "tp": tp}
+    assert (topology.pp, topology.dp, topology.tp) == (pp, dp, tp)
+    for name in AXES:
+        axis = topology.axis(name)
+        assert axis.ranks == brute_force_line(topology.rank, name, topology.sizes)
+        assert axis.ranks[axis.index] == topology.rank
+        assert axis.index == topology.coordinates[name]
+        assert axis.label == name
+        assert (axis.group is None) == (axis.size == 1)
+        assert members_met(axis.group, axis.size, topology.rank) == axis.ranks
+    assert topology.axis("world").ranks == tuple(range(pp * dp * tp))
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), GRIDS)
+def test_axes_are_the_lines_of_the_grid_and_their_groups_meet(pp: int, dp: int, tp: int) -> None:
+    run_ranks(pp * dp * tp, check_axes, pp, dp, tp)
+
+
+def check_links(pp: int, tp: int) -> None:
+    topology = Topology(pp=pp, tp=tp)
+    stage, line = topology.axis("pp").index, topology.axis("pp").ranks
+    for low in range(pp - 1):
+        for source, target in ((low, low + 1), (low + 1, low)):
+            if stage not in (source, target):
+                with pytest.raises(KeyError):
+                    topology.link(source, target)
+                continue
+            link = topology.link(source, target)
+            assert link.peer == line[target if stage == source else source]
+            assert link.axis.label == "pp"
+            assert set(link.axis.ranks) == {line[source], line[target]}
+    mine = [topology.link(a, b).axis.group for a in range(pp) for b in (a - 1, a + 1) if 0 <= b < pp and stage in (a, b)]
+    assert len({id(group) for group in mine}) == len(mine)  # one communicator a direction
+    assert None not in mine
+    talk(topology, stage, pp)
+
+
+def talk(topology: Topology, stage: int, pp: int) -> None:
+    """Every stage sends both ways before it receives anything."""
+    neighbours = [n for n in (stage - 1, stage + 1) if 0 <= n < pp]
+    works = []
+    for n in neighbours:
+        link = topology.link(stage, n)
+        works.append(dist.isend(torch.tensor([100.0 * stage + n]), link.peer, group=link.axis.group))
+    for n in neighbours:
+        link, got = topology.link(n, stage), torch.zeros(1)
+        dist.recv(got, link.peer, group=link.axis.group)
+        assert got.item() == 100.0 * n + stage
+    for work in works:
+        work.wait()
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (3, 1), (4, 1), (5, 1), (2, 2), (4, 2)])
+def test_neighbours_have_one_channel_a_direction(pp: int, tp: int) -> None:
+    """pp = 2 is the trap: the previous rank is also the next, and one channel for both would mix them up."""
+    run_ranks(pp * tp, check_links, pp, tp)
+
+
+# ------------------------------------------------------------------------------------------------ blocks and ties
+
+
+def check_blocks() -> None:
+    topology = Topology(tp=4)
+    topology.prepare(["tp", "tp/2"], [])
+    topology.prepare(["tp/2"], [])  # again: nothing new
+    block, tp = topology.axis("tp/2"), topology.axis("tp")
+    first = tp.index // 2 * 2
+    assert block.ranks == tp.ranks[first : first + 2]
+    assert block.index == tp.index % 2
+    assert block.label == "tp"
+    assert members_met(block.group, 2, topology.rank) == block.ranks
+
+
+def test_a_block_of_an_axis_is_its_neighbours() -> None:
+    run_ranks(4, check_blocks)
+    run_ranks(8, check_blocks)  # with dp 2
+
+
+def check_ties(pp: int, tp: int, ties: list[tuple[int, ...]]) -> None:
+    topology = Topology(pp=pp, tp=tp)
+    topology.prepare([], ties)
+    line = topology.axis("pp")
+    for stages in ties:
+        axis = topology.stages(stages)
+        assert axis.ranks == tuple(line.ranks[stage] for stage in stages)
+        assert axis.label == "pp"
+        if line.index in stages:
+            assert axis.index == stages.index(line.index)
+            assert members_met(axis.group, len(stages), topology.rank) == axis.ranks
+        else:
+            assert (axis.index, axis.group) == (-1, None)
+
+
+def test_tied_stages_meet_in_their_own_column() -> None:
+    run_ranks(8, check_ties, 4, 2, [(0, 3), (1, 2), (0, 1, 3)])
+    run_ranks(3, check_ties, 3, 1, [(0, 2)])
+    run_ranks(2, check_ties, 2, 1, [(0, 1)])
