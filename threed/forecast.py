@@ -67,8 +67,7 @@ class Forecast:
             f"model      {c.model.arch}, {self.parameters / 1e6:.2f} M parameters, {c.precision.dtype}",
             f"states     {regime(*widths, c.zero.stage, self.sizes['dp'])}",
             f"ranks      {grid}",
-            f"a step     {train.global_batch} sequences of {c.model.seq} tokens, on each data rank"
-            f" in {self.microbatches} micro-batches of {train.micro_batch}",
+            f"a step     {train.global_batch} × {c.model.seq} tokens, {self.microbatches} micro-batches a data rank",
             f"pipeline   {c.parallel.schedule}, ideal bubble {self.bubble:.1%}",
             *(_line(rank) for rank in self.ranks[:16]),
         ]

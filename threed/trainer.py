@@ -25,6 +25,7 @@ from threed.data import Data, Prefetcher
 from threed.engine import Engine, StepMetrics
 from threed.forecast import Forecast
 from threed.monitor import Heartbeat, Monitor, Throughput, process
+from threed.monitor.heartbeat import slowest
 from threed.schedules import Action, span_and_bubble
 
 GIB = 2**30
@@ -66,14 +67,22 @@ class Trainer:
         with self._monitor(extra) as self.monitor:
             self._greet()
             self.baseline = self._baseline()
-            with Prefetcher(self._fetch, self.engine.steps) as batches:
-                while self.engine.steps < last:
-                    self._one_step(batches)
+            self._loop(last)
             if self.profiler is not None:
                 self._end_profile(self.profiler)
             if self.engine.steps != self.last_saved:
                 self._save()
             self._end()
+
+    def _loop(self, last: int) -> None:
+        try:
+            with Prefetcher(self._fetch, self.engine.steps) as batches:
+                while self.engine.steps < last:
+                    self._one_step(batches)
+        except Exception:
+            # When ranks lose each other, who is behind says more than whose call failed first.
+            self.monitor.note(f"failed; behind: {slowest(self.folder / 'heartbeat', self.topology.world)}")
+            raise
 
     # ---------------------------------------------------------------------------------------------------- beginning
 

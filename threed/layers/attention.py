@@ -11,6 +11,7 @@ import functools
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from threed import collectives
@@ -74,9 +75,9 @@ class Attention(nn.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary is not None:
             q, k = rotate(q, self.rotary), rotate(k, self.rotary)
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [s b a d] -> [b a s d]
+        q, k, v = (rearrange(part, "s b a d -> b a s d") for part in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
-        return self.out(y.permute(2, 0, 1, 3).flatten(2))
+        return self.out(rearrange(y, "b a s d -> s b (a d)"))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [s b a/t d], key and value [s b k/t d]."""
@@ -87,5 +88,5 @@ class Attention(nn.Module):
             whole = collectives.gather_from if self.slicing.scattered else collectives.copy_to
             x = whole(x, self.slicing.tp)
             parts = (self.query(x), *self.key_value(x).split(sizes[1:], dim=-1))
-        q, k, v = (part.unflatten(-1, (-1, self.d)) for part in parts)
+        q, k, v = (rearrange(part, "s b (a d) -> s b a d", d=self.d) for part in parts)
         return q, k, v
