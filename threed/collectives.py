@@ -115,10 +115,12 @@ def _exchange_sum(full: Tensor, axis: Axis) -> Pending:
     def add_up() -> Tensor:
         versions = list(got.view(axis.size - 1, row).unbind(0))
         versions.insert(axis.index, parts[axis.index])
+        if axis.size > 2 and full.dtype in (torch.bfloat16, torch.float16):
+            versions[0] = versions[0].float()  # the sum is fp32 and rounded once; of two numbers it is anyway
         total = versions[0] + versions[1]
         for version in versions[2:]:
             total += version
-        return total.view(full.shape[0] // axis.size, *full.shape[1:])
+        return total.to(full.dtype).view(full.shape[0] // axis.size, *full.shape[1:])
 
     return Pending(add_up, work)
 
@@ -204,6 +206,7 @@ def gather_to_first(flat: Tensor, axis: Axis) -> list[Tensor]:
     sizes = exchange(flat.numel(), axis)
     if axis.index > 0:
         if flat.numel():
+            axis.count(_nbytes(flat))
             dist.send(flat, axis.ranks[0], group=axis.group)
         return []
     parts = [flat.cpu()]

@@ -102,6 +102,7 @@ class Engine:
         self.model, self.topology, self.config = model, topology, config
         self.steps = self.consumed = 0
         self.dtype = dtype(config.precision.dtype)
+        self._check_same_configuration()
         layers = model.layers()
         self.ranges = build.partition(config.parallel.partition, model.costs(config.train.micro_batch), topology.pp)
         self.stage_index = topology.axis("pp").index
@@ -119,7 +120,7 @@ class Engine:
         )
         self.optimizer = self._make_optimizer()
         self.reducer = Reducer(self.layout)
-        self._handshake()
+        self._check_same_buckets()
         records.fill(self.optimizer, self._initial_value, ("weight",))
         stage = Stage(mine, self.optimizer)
         self.executor = Executor([stage], transport or Links(topology), self.stage_index, self.reducer.flush)
@@ -135,18 +136,21 @@ class Engine:
     def _initial_value(self, part: str, piece: Piece, box: Box) -> Tensor:
         return initial(piece, box, self.config.train.seed)
 
-    def _handshake(self) -> None:
-        """Makes sure that all ranks mean the same run: gloo aborts the process on a mismatch, without a word."""
+    def _check_same_configuration(self) -> None:
+        """Makes sure that all ranks mean the same run, before they meet in anything that depends on it: a rank that
+        makes other groups or sends other shapes hangs gloo, or aborts the process without a word."""
         fingerprint = hashlib.sha256(self.config.model_dump_json().encode()).hexdigest()
-        mine = [fingerprint, [b.last - b.first for b in self.layout.buckets]]
-        everyone = collectives.exchange(mine, self.topology.axis("world"))
-        place = self.topology.axis("dp").ranks
-        for rank, (config, buckets) in enumerate(everyone):
-            if config != everyone[0][0]:
+        everyone = collectives.exchange(fingerprint, self.topology.axis("world"))
+        for rank, other in enumerate(everyone):
+            if other != everyone[0]:
                 raise ValueError(
                     f"rank {rank} runs another configuration than rank 0: start all ranks with the same flags"
                 )
-            if rank in place and buckets != mine[1]:
+
+    def _check_same_buckets(self) -> None:
+        mine, data = [bucket.last - bucket.first for bucket in self.layout.buckets], self.topology.axis("dp")
+        for rank, buckets in zip(data.ranks, collectives.exchange(mine, data), strict=True):
+            if buckets != mine:
                 raise ValueError(f"rank {rank} cut its parameters into other buckets than rank {self.topology.rank}")
 
     # ------------------------------------------------------------------------------------------------------- running

@@ -43,7 +43,11 @@ def kind_of(path: Path) -> str:
     if (path / "config.json").is_file() or any(path.glob("*.safetensors.index.json")):
         return "hf"
     inside = [file.parent for place in ("", "checkpoints/") for file in path.glob(f"{place}step-*/{native.MANIFEST}")]
-    hint = f"did you mean {max(inside, key=lambda step: step.stat().st_mtime)}?" if inside else "give a step-N folder, or one with a config.json"
+    hint = (
+        f"did you mean {max(inside, key=lambda step: step.stat().st_mtime)}?"
+        if inside
+        else "give a step-N folder, or one with a config.json"
+    )
     raise CheckpointError(f"{path} is no checkpoint: it has neither {native.MANIFEST} nor config.json; {hint}")
 
 

@@ -16,7 +16,7 @@ class Slicing:
     """How layers are sliced: over which axis, whether sequences are too, and the seed of dropout.
 
     tp: the tensor-parallel axis. sequence: activations between column- and row-parallel layers are cut along the
-    sequence (arXiv 2205.05198, section 4.2.2). kv: the axis of ranks that share a key/value head, see `Attention`.
+    sequence (arXiv 2205.05198, section 4.2.2).
     """
 
     tp: Axis = field(default_factory=alone)

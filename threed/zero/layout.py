@@ -51,7 +51,9 @@ class Slot:
 
     def settle(self, storage: Tensor) -> None:
         """Gives the parameter its storage, in every place it sits: from meta to a view of a flat buffer."""
-        self.param = attach(nn.Parameter(storage, self.param.requires_grad), self.spec)
+        # `.data`: a version counter of its own. Else a gather that ends during the forward pass, of another bucket of
+        # the same buffer, makes autograd think that a weight it has saved was changed.
+        self.param = attach(nn.Parameter(storage.data, self.param.requires_grad), self.spec)
         for module, attribute in self.places:
             setattr(module, attribute, self.param)
 

@@ -45,6 +45,7 @@ def records(optimizer: Optimizer, parts: tuple[str, ...] = PARTS) -> Iterator[Re
 
 def fill(optimizer: Optimizer, source: Callable[[str, Piece, Box], Tensor], parts: tuple[str, ...] = PARTS) -> None:
     """Sets every box this rank holds from `source(part, piece, box)` [*box.size] and makes the parameters whole."""
+    optimizer.settle()  # a step's gather may still read what is written here
     for record in records(optimizer, parts):
         record.values.copy_(source(record.part, record.piece, record.box))
     if "weight" in parts:

@@ -107,7 +107,7 @@ class Reducer:
 
     def arrived(self, slot: Slot) -> None:
         """A parameter's gradient is complete; starts what has become ready, in the fixed order."""
-        for number in self._buckets_of[id(slot)]:
+        for number in self._buckets_of.get(id(slot), ()):  # a vocabulary shard of nothing may lie in no bucket
             self._missing[number] -= 1
         while len(self._started) < len(self._missing) and self._missing[len(self._started)] == 0:
             self._start()

@@ -1,0 +1,27 @@
+"""What the tests of checkpoints share: a few more steps, and the state of a rank to compare."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tests.configs import batch, share
+from threed.engine import Engine
+from threed.zero.records import records
+
+
+def train(engine: Engine, count: int) -> list[float]:
+    """The losses of `count` more steps."""
+    rows = engine.config.train.global_batch
+    return [engine.step(share(batch(engine.steps, rows), engine.topology)).loss for _ in range(count)]
+
+
+def state_of(engine: Engine) -> list[tuple[str, str, Tensor]]:
+    """A copy of every box of weight and moments on this rank."""
+    engine.optimizer.settle()
+    return [(r.part, r.piece.name, r.values.clone()) for r in records(engine.optimizer)]
+
+
+def distance(one: list[tuple[str, str, Tensor]], other: list[tuple[str, str, Tensor]]) -> float:
+    """The largest difference of two states of one topology."""
+    assert [a[:2] for a in one] == [b[:2] for b in other]
+    return max((float((a[2] - b[2]).abs().max()) for a, b in zip(one, other, strict=True)), default=0.0)

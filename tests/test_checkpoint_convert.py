@@ -1,0 +1,62 @@
+"""`threed convert`: formats told apart by their files, and every wrong path refused with the fix."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.configs import engine_of
+from tests.harness import run_ranks
+from tests.test_checkpoint_hf import config_of, load_strictly
+from threed.checkpoint.convert import convert
+from threed.checkpoint.files import CheckpointError
+
+
+def save(path: Path) -> None:
+    """A checkpoint of a small Qwen3."""
+    engine_of(config_of("qwen3", 1)).save(path)
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A native checkpoint."""
+    path = tmp_path_factory.mktemp("saved") / "step-0"
+    run_ranks(1, save, path)
+    return path
+
+
+def test_convert_exports_with_the_tokenizer_of_the_run(step: Path, tmp_path: Path) -> None:
+    out = convert(step, tmp_path / "deep" / "out", dtype="bf16")
+    assert out == tmp_path / "deep" / "out"
+    assert (out / "tokenizer.json").is_file()
+    assert load_strictly(out).dtype == torch.bfloat16
+    without = convert(str(step), str(tmp_path / "without"), tokenizer="none")
+    assert not (without / "tokenizer.json").exists()
+
+
+def test_convert_refuses_with_the_fix(step: Path, tmp_path: Path) -> None:
+    exported = convert(step, tmp_path / "hf")
+    run = tmp_path / "run"
+    shutil.copytree(step, run / "checkpoints" / "step-2")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for src, dst, options, problem in [
+        (exported, "back", {}, "importing Hugging Face checkpoints is not in this version"),
+        (run, "x", {}, "did you mean .*checkpoints/step-2"),
+        (run / "checkpoints", "x", {}, "did you mean .*checkpoints/step-2"),
+        (tmp_path / "empty", "x", {}, "neither manifest.json nor config.json"),
+        (tmp_path / "nowhere", "x", {}, "nowhere does not exist"),
+        (step / "manifest.json", "x", {}, "is a file: a checkpoint is a folder"),
+        (step, "full", {}, "full exists already: give DST"),
+        (step, "full/file", {}, "exists already"),
+        (step, "x", {"dtype": "int3"}, "dtype int3 is not one of fp32, bf16"),
+        (step, "x", {"tokenizer": "missing.json"}, "--tokenizer bytes"),
+    ]:
+        with pytest.raises(CheckpointError, match=problem):
+            convert(src, tmp_path / dst, **options)
+    assert not (tmp_path / "x").exists()
+    assert (convert(step, tmp_path / "empty") / "config.json").is_file()
