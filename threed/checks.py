@@ -213,17 +213,21 @@ def _check_run(config: Config) -> Iterator[str]:
 
 
 def _check_export(config: Config) -> Iterator[str]:
-    """What Hugging Face's GPT-2 cannot express."""
+    """What Hugging Face's layouts cannot express."""
     model = config.model
-    if not config.checkpoint.export_hf or model.arch != "gpt":
+    if not config.checkpoint.export_hf:
         return
-    wanted = "GPT-2's Hugging Face layout has none of that: drop it, or use --checkpoint.export-hf false"
+    wanted = "the Hugging Face layout has none of that: drop it, or use --checkpoint.export-hf false"
+    if model.arch == "llama":
+        if model.hidden % model.heads:
+            yield f"--model.hidden {model.hidden} is no multiple of --model.heads {model.heads}: {wanted}"
+        if model.qk_norm and model.bias:
+            yield f"--model.qk-norm true with --model.bias true: {wanted}"
+        return
     if model.kv_heads not in (None, model.heads):
         yield f"--model.kv-heads {model.kv_heads} with --model.heads {model.heads}: {wanted}"
     if model.head_dim is not None and model.head_dim * model.heads != model.hidden:
         yield f"--model.head-dim {model.head_dim} × heads {model.heads} ≠ hidden {model.hidden}: {wanted}"
-    if model.bias is False:
-        yield f"--model.bias false: {wanted}"
 
 
 def _check_vocab(config: Config, tokenizer_vocab: int | None) -> Iterator[str]:
