@@ -130,13 +130,13 @@ def _checked(config: Config, data: Data, world: int) -> Config:
 
 
 def _disk_problems(folder: Path, forecast: Forecast) -> list[str]:
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        return [f"the run folder {folder} cannot be made in {there}: choose another with --run.dir"]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        check_space(folder, checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype))
+        check_space(there, checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype))
     except CheckpointError as error:
         return [str(error)]
-    except OSError as error:
-        return [f"the run folder {folder} cannot be made ({error.strerror}): choose another with --run.dir"]
     return []
 
 

@@ -61,6 +61,7 @@ class Trainer:
 
     def run(self) -> None:
         """The whole run."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         extra = self._resume()
         train = self.config.train
         self.last = last = min(train.steps, train.stop_after or train.steps)

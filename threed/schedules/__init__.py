@@ -1,9 +1,9 @@
 """Pipeline schedules as data: build a plan, check it, play it out, add its communication, draw it.
 
-    plan = build("1f1b", stages=4, microbatches=8)         each rank's compute actions, checked simulate(plan,
-    Costs(forward=1, backward_input=1, backward_weight=1))     makespan, bubble, peak activations, messages
-    lower(plan)                                            the same with sends, receives and reductions, for the
-    executor svg(simulate(...).spans)                               a Gantt chart; of measured times too
+    plan = build("1f1b", stages=4, microbatches=8)      each rank's compute actions, checked
+    simulate(plan, Costs(1, 1, 1))                      makespan, bubble, peak activations, messages
+    lower(plan)                                         with sends, receives and reductions, for the executor
+    svg(simulate(plan, Costs(1, 1, 1)).spans)           a Gantt chart; of measured times too
 
 A schedule of your own is a function (stages, microbatches) -> Plan: `register("mine", fn)`, then use it by name.
 """

@@ -118,7 +118,7 @@ class Reducer:
         if bucket.group.shard.size > 1:
             self._started.append(collectives.start_reduce_scatter(window, bucket.group.shard))
         else:
-            self._started.append(_sum_over(window, bucket.group.sums[:1]))
+            self._started.append(_sum_over(window, _early(bucket)))
 
     def flush(self, chunk: int = 0) -> None:
         """No more gradients will come: what never got one counts as zero, and every bucket leaves."""
@@ -136,9 +136,19 @@ class Reducer:
         return [_sum_over(part, _rest(bucket)).wait() for part, bucket in zip(slices, self.layout.buckets, strict=True)]
 
 
+def _early(bucket: Bucket) -> tuple[Axis, ...]:
+    """The sum that may leave while backward runs: over data ranks, whose buckets are the same.
+
+    Tensor ranks need not cut alike (their vocabulary shards differ in size), and their layers talk on the same axis
+    all the while: a sum over them that leaves at the first chance would meet another message on another rank.
+    """
+    first = bucket.group.sums[:1]
+    return first if bucket.group.shard.size == 1 and first and first[0].label == "dp" else ()
+
+
 def _rest(bucket: Bucket) -> tuple[Axis, ...]:
     """The sums that are left after the one a bucket starts with."""
-    return bucket.group.sums if bucket.group.shard.size > 1 else bucket.group.sums[1:]
+    return bucket.group.sums[len(_early(bucket)) :]
 
 
 def _sum_over(tensor: Tensor, axes: tuple[Axis, ...]) -> Pending:

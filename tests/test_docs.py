@@ -1,0 +1,265 @@
+"""The documentation tells the truth: files exist, links lead somewhere, commands parse, code runs, pictures are new.
+
+Read are the Markdown pages. Commands are the lines of their `sh` blocks; each kind of command has a function that
+checks it, and a line of no known kind is an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from threed import cli, schedules
+from threed.arguments import GROUPS, format_problems, load_checked
+from threed.config import ConfigError, key_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PRESETS = ROOT / "pretrain" / "presets"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLE = ROOT / "examples" / "custom_model.py"
+FOLDERS = ("threed/", "pretrain/", "examples/", "benchmarks/", "tests/", "docs/", "csrc/", ".ci/")
+KEYS = {f"--{group}.{key_name(name)}" for group, model in GROUPS.items() for name in model.model_fields}
+
+page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """The contents of a page's code blocks in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def prose(path: Path) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def inline(text: str) -> list[str]:
+    """The words between single backticks."""
+    return [word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()]
+
+
+# ------------------------------------------------------------------------------------------------ files, links, names
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@page
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        if not target.startswith("http"):
+            name, _, anchor = target.partition("#")
+            file = path.parent / name if name else path
+            assert file.exists(), f"{target}: no such file"
+            assert not anchor or anchor in anchors(file), f"{target}: no such heading"
+
+
+@page
+def test_every_file_that_is_named_exists(path: Path) -> None:
+    for word in inline(path.read_text()):
+        if word.startswith(FOLDERS) and not re.search(r"[<>{}]", word):
+            assert any(ROOT.glob(word.rstrip("/,."))), f"{word}: no such file"
+
+
+def rows_of_the_file_map() -> Iterator[tuple[list[str], str]]:
+    """Of each row: the places it names, and the phrase."""
+    table = (ROOT / "README.md").read_text().split("| floor | where | what |")[1].split("\n\n")[0]
+    for line in table.splitlines()[2:]:
+        _, _, where, what, _ = line.split("|")
+        yield inline(where), what
+
+
+def test_the_file_map_is_right_and_complete() -> None:
+    named: set[str] = set()
+    for places, phrase in rows_of_the_file_map():
+        assert places
+        assert phrase.strip()
+        named.update(place.rstrip("/") for place in places)
+        for word in inline(phrase):
+            if word.endswith(".py") and not word.startswith(FOLDERS):
+                assert (ROOT / places[0] / word).is_file(), f"{places[0]}{word}: no such file"
+    assert all((ROOT / name).exists() for name in named)
+    rooms = {
+        f"threed/{p.name}" for p in (ROOT / "threed").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
+    }
+    assert rooms - named == {"threed/__init__.py", "threed/__main__.py"}
+
+
+@page
+def test_every_python_name_that_is_named_exists(path: Path) -> None:
+    for name in re.findall(r"`(threed(?:\.\w+)+)`", prose(path)):
+        assert resolves(name), f"{name}: no such module or attribute"
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name is a module, or an attribute of one."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        return hasattr(importlib.import_module(module), attribute)
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------- commands
+
+
+@page
+def test_every_flag_is_a_key(path: Path) -> None:
+    flags = re.findall(r"(?<![\w-])--[a-z]+\.[a-z][\w-]*", path.read_text())
+    assert not set(flags) - KEYS - {"--group.key", "--optim.lrr"}  # a pattern, and one misspelt on purpose
+
+
+@page
+def test_every_command_is_one_that_works(path: Path) -> None:
+    for block in blocks(path, "sh"):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                check_command(words)
+
+
+def check_command(words: list[str]) -> None:
+    """Raises AssertionError, or ConfigError, for a command that could not run."""
+    program, *rest = words
+    if program == "make":
+        assert {word for word in rest if "=" not in word} <= make_targets(), words
+    elif program == "torchrun":
+        at = next(i for i, word in enumerate(rest) if word.endswith(".py"))
+        check_launch(rest[:at])
+        check_training(rest[at], rest[at + 1 :], world_of(rest[:at]))
+    elif program == "threed":
+        check_tool(rest)
+    elif program == "python" and rest[:2] == ["-m", "pytest"]:
+        assert all((ROOT / word).exists() for word in rest if "/" in word), words
+    elif program == "python":
+        check_training(rest[0], rest[1:], 1)
+    else:
+        raise AssertionError(f"{shlex.join(words)}: no command that this test knows")
+
+
+def make_targets() -> set[str]:
+    """What the Makefile says can be made."""
+    return set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())  # type: ignore[index]
+
+
+def check_launch(flags: list[str]) -> None:
+    known = {"--standalone", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"}
+    assert {flag for flag in flags if flag.startswith("--")} <= known, flags
+
+
+def world_of(flags: list[str]) -> int:
+    """The world size that torchrun's flags make."""
+    sizes = {key: int(flags[flags.index(key) + 1]) if key in flags else 1 for key in ("--nnodes", "--nproc-per-node")}
+    return sizes["--nnodes"] * sizes["--nproc-per-node"]
+
+
+def check_training(script: str, flags: list[str], world: int) -> None:
+    assert (ROOT / script).is_file(), script
+    arch = "llama" if "llama" in script else "gpt"
+    load_checked(flags, defaults={"model": {"arch": arch}}, presets=PRESETS, world_size=world)
+
+
+def check_tool(words: list[str]) -> None:
+    if words[0] == "plan":
+        load_checked(words[1:], defaults={}, presets=PRESETS, world_size=1)
+    else:
+        cli._parser().parse_args(words)
+
+
+def test_make_train_runs_the_command_of_the_readme() -> None:
+    recipe = re.search(
+        r"^train:.*\n\t\$\(BIN\)/(torchrun .*) \$\(ARGS\)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    assert recipe is not None
+    assert f"```sh\n{recipe[1]}\n```" in (ROOT / "README.md").read_text()
+
+
+def test_the_report_of_problems_is_a_real_one() -> None:
+    flags = "--preset tiny --optim.lrr 1e-3 --parallel.tp 3 --parallel.sequence false".split()
+    with pytest.raises(ConfigError) as caught:
+        load_checked(flags, presets=PRESETS, world_size=3)
+    assert f"```text\n{format_problems(caught.value.problems)}\n```" in (ROOT / "README.md").read_text()
+
+
+# --------------------------------------------------------------------------------------------------- code and pictures
+
+
+@page
+def test_python_code_runs_or_is_part_of_the_example(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedules, "_SCHEDULES", dict(schedules._SCHEDULES))  # what a page registers goes with it
+    for block in blocks(path, "python"):
+        if block not in EXAMPLE.read_text():
+            code = compile(textwrap.dedent(block), str(path), "exec")
+            if "from_pretrained" not in block:  # it needs a finished run
+                exec(code, {"__name__": "page"})
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_pictures_of_plans_are_what_the_tool_draws(name: str, tmp_path: Path) -> None:
+    drawn = tmp_path / "plan.svg"
+    assert cli.main(["schedule", name, "--stages", "4", "--microbatches", "8", "--svg", str(drawn)]) == 0
+    assert (ROOT / "docs" / "images" / f"{name}.svg").read_text() == drawn.read_text()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "images").iterdir()), ids=lambda path: path.name)
+def test_pictures_are_plain_svg_and_used(path: Path) -> None:
+    root = ElementTree.parse(path).getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "viewBox" in root.attrib
+    for element in root.iter():
+        assert element.tag.rpartition("}")[2] in {"svg", "title", "g", "rect", "text", "line", "path", "circle"}
+        assert not [name for name in element.attrib if name.startswith("on") or name.endswith("href")]
+    assert any(f"images/{path.name}" in other.read_text() for other in PAGES)
+
+
+def test_the_changelog_keeps_its_form() -> None:
+    headings = re.findall(r"^(##+) (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == ("##", "[Unreleased]")
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert {text for level, text in headings if level == "###"} <= kinds
+
+
+# ------------------------------------------------------------------------------------------------------- the example
+
+
+def run_example(folder: Path, *flags: str, ranks: int = 1) -> list[str]:
+    """The lines that the example prints."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    (folder / "text.txt").write_text("".join(f"the square of {n} is {n * n}\n" for n in range(2000)))
+    small = "--data.path text.txt --train.steps 3 --train.global-batch 8 --model.hidden 32 --model.seq 32".split()
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLE), *small, *flags], cwd=folder, capture_output=True, text=True,
+        timeout=200, env={**os.environ, "THREED_CACHE": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if line]
+
+
+def test_the_example_trains_the_same_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    alone = run_example(tmp_path)
+    assert len(alone) == 4
+    assert alone[0].startswith("step 1 loss 5.5")
+    cut = run_example(tmp_path, "--parallel.tp", "2", ranks=2)
+    assert [line.split()[:2] for line in cut] == [line.split()[:2] for line in alone]
+    for mine, theirs in zip(numbers(cut[:3]), numbers(alone[:3]), strict=True):
+        assert mine == pytest.approx(theirs, abs=2e-5)  # fp32, printed with five decimals
+    assert cut[3] == alone[3]
+
+
+def numbers(lines: list[str]) -> list[float]:
+    """Loss and norm of each line."""
+    return [float(line.split()[i]) for line in lines for i in (3, 5)]
