@@ -20,7 +20,7 @@ from pathlib import Path
 
 from threed import schedules
 
-PRESETS = Path(__file__).parent.parent / "pretrain" / "presets"
+PRESETS = Path(__file__).resolve().parent.parent / "pretrain" / "presets"
 
 
 def main(argv: list[str] | None = None) -> int:
