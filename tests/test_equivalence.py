@@ -130,4 +130,5 @@ def test_a_covering_set_of_configurations_equals_one_process() -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "pp{}-dp{}-tp{}".format(*s))
 def test_every_configuration_equals_one_process(shape: tuple[int, int, int]) -> None:
-    run_all([case for case in grid() if (case.pp, case.dp, case.tp) == shape])
+    """In fp64, which bears the tighter bound; fp32 runs in the covering set."""
+    run_all([case for case in grid() if (case.pp, case.dp, case.tp) == shape and case.dtype == "fp64"])

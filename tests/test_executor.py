@@ -1,0 +1,305 @@
+"""The executor: every plan, over gloo and over a strict rendezvous transport, gives what one process computes.
+
+gloo's asynchronous sends hide orders of communication that would deadlock elsewhere. So here is a second transport, of
+tokens and blocking calls on gloo, on which a send returns only once the other side has come to its receive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.configs import Case, batch, config_of, engine_of, share, topology_of, train
+from tests.harness import run_ranks
+from tests.test_equivalence import check as check_result
+from threed import schedules
+from threed.collectives import Pending, done
+from threed.layers import MicroBatch
+from threed.pipeline.executor import Boundary, Executor
+from threed.pipeline.stage import Stage, Whole
+from threed.pipeline.transport import Links, Transport
+from threed.schedules import Action, Kind, Plan
+from threed.schedules.action import COMPUTE, RECEIVES
+from threed.topology import Topology
+
+
+class Rendezvous:
+    """Both sides block, in order: the receiver's token says that it is there, then the message goes."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+
+    def send(self, tensor: Tensor, source: int, target: int) -> Pending:
+        link = self.topology.link(source, target)
+        dist.recv(torch.empty(1), link.peer, group=link.axis.group)
+        dist.send(tensor.contiguous(), link.peer, group=link.axis.group)
+        return done(tensor)
+
+    def receive(self, out: Tensor, source: int, target: int) -> Pending:
+        link = self.topology.link(source, target)
+        dist.send(torch.ones(1), link.peer, group=link.axis.group)
+        dist.recv(out, link.peer, group=link.axis.group)
+        return done(out)
+
+
+TRANSPORTS: dict[str, Callable[[Topology], Transport]] = {"gloo": Links, "rendezvous": Rendezvous}
+
+# --------------------------------------------------------------------------------------------------- a small model
+
+H, S, B, LAYERS = 4, 3, 2, 6
+BOUNDARY = Boundary((S, B, H), torch.float64, torch.device("cpu"))
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, 10 * H, dtype=torch.float64).view(10, H))
+
+    def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
+        assert x is None
+        assert micro.tokens is not None
+        return self.table[micro.tokens.t()]
+
+
+class Middle(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(H, H, generator=draw, dtype=torch.float64))
+
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        return x + torch.tanh(x @ self.weight)
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(1.0, H + 1, dtype=torch.float64))
+
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        assert micro.labels is not None
+        return ((x * self.scale).sum(-1) - micro.labels.t()).square().sum()
+
+
+def model() -> list[nn.Module]:
+    return [First(), *(Middle(i) for i in range(LAYERS - 2)), Last()]
+
+
+def micros(count: int, training: bool = True) -> list[MicroBatch]:
+    draw = torch.Generator().manual_seed(count)
+    ids = torch.randint(0, 10, (count, 2, B, S), generator=draw)
+    return [MicroBatch(tokens, labels, training=training) for tokens, labels in ids]
+
+
+def serial(count: int, backward: bool) -> tuple[list[Tensor], list[list[Tensor | None]]]:
+    """Losses, and every layer's gradients added up in the order of micro-batches."""
+    layers, losses = model(), []
+    for micro in micros(count):
+        x: Tensor | None = None
+        for layer in layers:
+            x = layer(x, micro)
+        assert x is not None
+        if backward:
+            x.backward()
+        losses.append(x.detach())
+    return losses, [[p.grad for p in layer.parameters()] for layer in layers]
+
+
+def chunks_of(total: int) -> list[range]:
+    """Which layers each stage of the model has: as even as can be."""
+    return [range(LAYERS * i // total, LAYERS * (i + 1) // total) for i in range(total)]
+
+
+def run_plan(plan: Plan, transport: Transport, rank: int) -> Executor:
+    """Runs a lowered plan on this rank and compares everything it gives with one process, bit for bit."""
+    layers, ranges = model(), chunks_of(plan.total_stages)
+    held = [ranges[plan.stage_of(rank, chunk)] for chunk in range(plan.chunks)]
+    reduced: list[int] = []
+    stages = [Stage([layers[i] for i in part], Whole()) for part in held]
+    executor = Executor(stages, transport, rank, reduced.append)
+    executor.spans = []
+    outputs = executor.run(plan, micros(plan.microbatches, not plan.forward_only), BOUNDARY)
+    losses, grads = serial(plan.microbatches, not plan.forward_only)
+    ends = any(LAYERS - 1 in part for part in held)
+    assert len(outputs) == (plan.microbatches if ends else 0)
+    assert all(torch.equal(a, b) for a, b in zip(outputs, losses, strict=False))
+    for part in held:
+        for i in part:
+            for param, want in zip(layers[i].parameters(), grads[i], strict=True):
+                assert (param.grad is None) == (want is None)
+                assert want is None or (param.grad is not None and torch.equal(param.grad, want))
+    assert sorted(reduced) == ([] if plan.forward_only else list(range(plan.chunks)))
+    return executor
+
+
+# ---------------------------------------------------------------------------------------------------------- plans
+
+
+def plans(stages: int) -> list[Plan]:
+    builders = (schedules.gpipe, schedules.one_f_one_b, schedules.forward_only)
+    return [schedules.lower(build(stages, count)) for build in builders for count in range(1, 10)]
+
+
+def check_plans(stages: int, transport: str) -> None:
+    topology = Topology(pp=stages)
+    rank = topology.axis("pp").index
+    for plan in plans(stages):
+        executor = run_plan(plan, TRANSPORTS[transport](topology), rank)
+        assert executor.spans is not None
+        check_spans(executor.spans, plan, rank)
+
+
+def check_spans(spans: Sequence[tuple[Action, float, float]], plan: Plan, rank: int) -> None:
+    """What ran is the plan, one after the other."""
+    assert [action for action, *_ in spans] == list(plan.ranks[rank])
+    assert all(start <= end for _, start, end in spans)
+    assert all(end <= start for (_, _, end), (_, start, _) in zip(spans, spans[1:], strict=False))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_every_plan_gives_what_one_process_computes(stages: int, transport: str) -> None:
+    run_ranks(stages, check_plans, stages, transport)
+
+
+def vee(microbatches: int) -> Plan:
+    """A schedule of a user: four stages on two ranks, placed 0 1 | 1 0, so that rank 1 hands over to itself."""
+    forward = [[Action(Kind.F, m, c) for m in range(microbatches)] for c in (0, 1)]
+    backward = [[Action(Kind.B, m, c) for m in range(microbatches)] for c in (0, 1)]
+    order = (*forward[0], *forward[1], *backward[1], *backward[0])
+    return Plan("vee", 2, microbatches, 2, (order, order), ((0, 3), (1, 2)))
+
+
+def check_vee(transport: str) -> None:
+    topology = Topology(pp=2)
+    for count in (1, 2, 5):
+        run_plan(schedules.lower(vee(count)), TRANSPORTS[transport](topology), topology.rank)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_several_chunks_on_a_rank_run_too(transport: str) -> None:
+    run_ranks(2, check_vee, transport)
+
+
+# ------------------------------------------------------------------------------------------------- a plan that is wrong
+
+
+def late_receives(plan: Plan) -> Plan:
+    """The trap: every receive moved to just before its use."""
+    use = {Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
+    ranks = []
+    for actions in plan.ranks:
+        waiting = {dataclasses.replace(a, kind=use[a.kind]): a for a in actions if a.kind in RECEIVES}
+        moved: list[Action] = []
+        for action in actions:
+            if action.kind not in RECEIVES:
+                moved += [waiting[action], action] if action in waiting else [action]
+        ranks.append(tuple(moved))
+    return dataclasses.replace(plan, ranks=tuple(ranks))
+
+
+def check_late(transport: str) -> None:
+    topology = Topology(pp=2)
+    run_plan(late_receives(schedules.lower(schedules.one_f_one_b(2, 4))), TRANSPORTS[transport](topology), topology.rank)
+
+
+def test_a_receive_just_before_its_use_deadlocks_where_sends_block() -> None:
+    """So the strict transport bites where gloo does not, and says what the check on paper says."""
+    with pytest.raises(ValueError, match="deadlocks: rank 0 at SF0.1 with rank 1; rank 1 at SB0.0 with rank 0"):
+        schedules.check_rendezvous(late_receives(schedules.lower(schedules.one_f_one_b(2, 4))))
+    run_ranks(2, check_late, "gloo")
+    with pytest.raises(AssertionError, match=r"ranks still running: \[0, 1\]"):
+        run_ranks(2, check_late, "rendezvous", timeout=3)
+
+
+def test_a_message_to_nobody_is_refused_by_rank_and_action() -> None:
+    for text, complaint in (("F0.0 SF0.0", "SF0.0 has nobody to send to"), ("RF0.0", "RF0.0 has nobody to receive")):
+        plan = Plan("wrong", 1, 1, 1, (tuple(Action.parse(word) for word in text.split()),))
+        with pytest.raises(ValueError, match=f"plan wrong: rank 0: {complaint}"):
+            Executor([Stage(model(), Whole())], Links(Topology()), 0).run(plan, micros(1), BOUNDARY)
+
+
+# -------------------------------------------------------------------------------------------------- the whole engine
+
+
+def check_cases(cases: list[Case], truths: dict[Case, object]) -> None:
+    for case in cases:
+        result = train(case, transport=Rendezvous(topology_of(case.pp, case.tp)))
+        if result.weights:
+            check_result(result, truths[case.truth], case)  # type: ignore[arg-type]
+
+
+CASES = [
+    Case(pp=2, tp=2, sequence=True, schedule="1f1b", microbatches=8, dropout=0.1),
+    Case(pp=2, dp=2, schedule="gpipe", microbatches=3, model="qwen-tied"),
+    Case(pp=4, schedule="1f1b", microbatches=8, model="gpt"),
+    Case(pp=4, schedule="gpipe", microbatches=1, model="llama"),
+]
+
+
+def test_training_over_the_strict_transport_is_training_on_one_process() -> None:
+    truths = {case.truth: train(case.truth) for case in CASES}
+    run_ranks(4, check_cases, CASES, truths)
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+def count_alive(refs: list[StorageWeakRef]) -> int:
+    return sum(not ref.expired() for ref in refs)
+
+
+def check_freed(schedule: str) -> None:
+    """Holds weak references to the storage of all that a stage hands out, and counts at every call what still lives.
+
+    Alive may be what is on its way: the last sends are waited for two messages later.
+    """
+    engine = engine_of(config_of(Case(pp=2, schedule=schedule, microbatches=8)))
+    (stage,) = engine.executor.stages
+    last = engine.stage_index == 1
+    for name in ("forward", "backward"):
+        inner, refs = getattr(stage, name), []
+
+        def watched(*args, inner=inner, refs=refs, name=name):  # type: ignore[no-untyped-def]
+            assert count_alive(refs) <= 3 or (last and name == "forward"), f"{name}s kept: {count_alive(refs)}"
+            out = inner(*args)
+            if out is not None:
+                assert out._base is None
+                refs.append(StorageWeakRef(out.untyped_storage()))
+            return out
+
+        setattr(stage, name, watched)
+        stage.__dict__[f"{name}_refs"] = refs
+    engine.step(share(batch(0, engine.config.train.global_batch), engine.topology))
+    handed = stage.__dict__["backward_refs" if last else "forward_refs"]
+    assert len(handed) == 8
+    assert count_alive(handed) == 0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_was_sent_is_free_before_its_backward(schedule: str) -> None:
+    """Under GPipe all graphs are open at once: if they, or the transport, held the outputs, these would pile up."""
+    run_ranks(2, check_freed, schedule)
+
+
+def check_span_order() -> None:
+    engine = engine_of(config_of(Case(pp=2, microbatches=3)))
+    data = share(batch(0, engine.config.train.global_batch), engine.topology)
+    assert engine.record() == []
+    engine.step(data)
+    plan = schedules.lower(schedules.one_f_one_b(2, 3))
+    spans = engine.record(False)
+    check_spans(spans, plan, engine.stage_index)
+    assert sum(end - start for action, start, end in spans if action.kind in COMPUTE) > 0
+    engine.step(data)
+    assert engine.record() == []
+
+
+def test_recorded_spans_are_the_plan_and_stop_when_told() -> None:
+    run_ranks(2, check_span_order)
