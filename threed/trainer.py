@@ -63,6 +63,7 @@ class Trainer:
         """The whole run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         extra = self._resume()
+        self.begun_step, self.begun_samples = self.engine.steps, self.engine.consumed
         train = self.config.train
         self.last = last = min(train.steps, train.stop_after or train.steps)
         with self._monitor(extra) as self.monitor:
@@ -99,7 +100,8 @@ class Trainer:
                     raise
                 problems.append(str(error))
                 continue
-            self.last_saved = self.engine.steps
+            if Path(path) == self.checkpoint(self.engine.steps):
+                self.last_saved = self.engine.steps
             return {**extra, "path": path, "problems": problems}
         if problems:
             none = "no checkpoint of this run can be read; --checkpoint.resume none starts anew and keeps them aside"
@@ -163,7 +165,8 @@ class Trainer:
         """This data rank's share of a step's batch: a pure function of the samples consumed before it."""
         size, axis = self.config.train.global_batch, self.topology.axis("dp")
         share = size // axis.size
-        return self.data.train.batch(step * size + axis.index * share, share)
+        first = self.begun_samples + (step - self.begun_step) * size  # the batch may have been another before a resume
+        return self.data.train.batch(first + axis.index * share, share)
 
     def _one_step(self, batches: Prefetcher[dict[str, torch.Tensor]]) -> None:
         step, begin = self.engine.steps + 1, time.perf_counter()
