@@ -38,7 +38,7 @@ class Engine(Protocol):
     loss_ranks: list[int]
 
     def step(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """One optimizer step on the global batch [b s], of which the engine takes its share; this rank's loss if any."""
+        """One optimizer step on the global batch [b s], of which each rank takes its share; this rank's loss if any."""
 
     def finish(self) -> None:
         """Waits for what the last step left under way; inside the timed region, at the end of a block of steps."""
@@ -94,8 +94,8 @@ def make_trainer(config: GPTConfig, topology: Topology, settings: dict[str, Any]
 
 
 NAMES = {
-    "wte": "embedding.word", "wpe": "embedding.position", "ln_f": "head.norm", "ln1": "attention_norm",
-    "ln2": "mlp_norm", "attn.proj": "attention.out", "attn.qkv": "attention", "mlp.up": "mlp.up", "mlp.down": "mlp.down",
+    "wte": "embedding.word", "wpe": "embedding.position", "ln1": "attention_norm", "attn.proj": "attention.out",
+    "ln2": "mlp_norm", "mlp.up": "mlp.up", "mlp.down": "mlp.down", "ln_f": "head.norm",
 }  # fmt: skip
 
 

@@ -148,7 +148,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def batches(config: GPTConfig, count: int, rows: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets [rows s], learnable: half of the tokens follow a fixed successor table, half are Zipf noise."""
+    """Tokens and targets [rows s], learnable: half of them follow a fixed successor table, half are Zipf noise."""
     draw = torch.Generator().manual_seed(seed)
     successor = torch.randperm(config.vocab, generator=draw)
     frequency = 1.0 / torch.arange(1, config.vocab + 1, dtype=torch.float64)

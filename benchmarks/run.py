@@ -1,113 +1,137 @@
-"""threed beside torch-native peers: same model, weights, data and optimizer, one run.
+"""threed beside torch-native peers: tokens/s, bytes moved, peak memory, on one machine. See `docs/performance.md`.
 
-    python benchmarks/run.py                     # all pairs, and each engine alone for memory and bytes
-    python benchmarks/run.py --pairs tp2 tp2-sp  # some
-    python benchmarks/run.py --quick             # few rounds: does it run?
+    python benchmarks/run.py                     # everything: about 20 minutes on 2 cores
+    python benchmarks/run.py --quick             # fewer rounds, time only
+    python benchmarks/run.py --pairs tp2 tp2_sp  # some pairs
 
-Each pair is one world of ranks in which blocks of the two engines alternate; the ratio is the median over rounds, with
-a bootstrap interval. Memory and bytes come from runs of one engine. Lines of JSON go to benchmarks/results/, tables in
-Markdown to the screen. One thread a rank.
+Each pair runs interleaved in one process group, once the machine is quiet; then each of its engines runs alone for
+memory and bytes. Raw records go to benchmarks/results/<time>.jsonl, a Markdown table to the terminal.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# name -> (ranks, peer, threed)
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import host  # noqa: E402
+
+# name: ranks, peer, threed
 PAIRS = {
     "dp2": (2, "ddp", "threed"),
-    "dp2-fsdp": (2, "fsdp2", "threed"),
+    "dp2_fsdp2": (2, "fsdp2", "threed"),
     "tp2": (2, "dtensor_tp", "threed_tp"),
-    "tp2-sp": (2, "dtensor_tp_sp", "threed_tp_sp"),
+    "tp2_sp": (2, "dtensor_tp_sp", "threed_tp_sp"),
     "pp2": (2, "torch_1f1b", "threed_1f1b"),
-    "pp2-gpipe": (2, "torch_gpipe", "threed_gpipe"),
+    "pp2_gpipe": (2, "torch_gpipe", "threed_gpipe"),
     "2x2x2": (8, "torch_3d", "threed_3d"),
-    "2x2x2-sp": (8, "torch_3d_sp", "threed_3d_sp"),
+    "2x2x2_sp": (8, "torch_3d_sp", "threed_3d_sp"),
 }
+QUIET = 0.12  # cores
+PARITY = 1e-5  # relative difference of the losses of the first steps
 
 
-def measure(ranks: int, *flags: str) -> dict[str, Any]:
-    """One world of workers; what rank 0 found, or {"error": the end of what they said}."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    line = [*launcher, "-m", "benchmarks.worker", *flags]
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    found = [json.loads(text) for text in done.stdout.splitlines() if text.startswith("{")]
-    return found[0] if done.returncode == 0 and found else {"error": done.stderr[-2000:]}
+def other_load(seconds: float = 2.0) -> float:
+    """Cores in use by anybody right now."""
+    begin, before = time.perf_counter(), host.busy_seconds()
+    time.sleep(seconds)
+    return (host.busy_seconds() - before) / (time.perf_counter() - begin)
 
 
-def pair_rows(names: list[str], extra: list[str], keep: Any) -> Iterator[str]:
-    """A line of the table of pairs for each."""
-    yield "| pair | ranks | peer | peer tokens/s | threed tokens/s | threed / peer | 95 % | rounds | loss difference |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
-    for name in names:
-        ranks, peer, ours = PAIRS[name]
-        found = keep({"pair": name}, measure(ranks, "--engine", peer, "--vs", ours, *extra))
-        if "error" in found:
-            yield f"| {name} | {ranks} | {peer} | failed: {found['error'].strip().splitlines()[-1][:80]} | | | | | |"
-            continue
-        a, b = found["tokens_per_s"]
-        low, high = found["interval"]
-        yield (
-            f"| {name} | {ranks} | {peer} | {a:.0f} | {b:.0f} | **{found['b_over_a']:.3f}** | {low:.3f}–{high:.3f} |"
-            f" {found['rounds']} | {found['loss_difference']:.1e} |"
+def wait_until_quiet(patience: float) -> None:
+    """Returns when nobody uses the cores, or after `patience` seconds."""
+    end = time.monotonic() + patience
+    while time.monotonic() < end and other_load() > QUIET:
+        time.sleep(3)
+
+
+def measure(ranks: int, arguments: list[str]) -> dict[str, Any]:
+    """Runs the worker on so many ranks and reads its record; RuntimeError with its last words when it fails."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [*launch, "-m", "benchmarks.worker", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not records:
+        raise RuntimeError(f"worker {' '.join(arguments)} failed:\n{done.stderr[-3000:]}")
+    return dict(records[-1])
+
+
+def run_pair(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A pair's record, then those of its engines alone."""
+    ranks, *engines = PAIRS[name]
+    wait_until_quiet(args.patience)
+    rounds = ["--rounds", str(3 if args.quick else args.rounds), "--quiet", str(args.quiet)]
+    records = [measure(ranks, ["--engine", engines[0], "--vs", engines[1], *rounds])]
+    if records[0]["loss_difference"] > PARITY:
+        raise RuntimeError(f"{name}: the two engines do not train the same thing: losses {records[0]['losses']}")
+    if not args.quick:
+        records += [measure(ranks, ["--engine", engine]) for engine in engines]
+    return [{"pair": name, **record} for record in records]
+
+
+def heading(columns: str) -> list[str]:
+    """The first two lines of a Markdown table."""
+    names = columns.split(", ")
+    return [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """The records as Markdown."""
+    lines = heading(
+        "pair, peer, threed, peer tokens/s, threed tokens/s, ratio, 95 %, CPU ms a step, losses differ by, rounds"
+    )
+    for r in (r for r in records if "b" in r):
+        lines.append(
+            f"| {r['pair']} | {r['a']} | {r['b']} | {r['tokens_per_s'][0]:.0f} | {r['tokens_per_s'][1]:.0f}"
+            f" | **{r['b_over_a']:.2f}** | {r['interval'][0]:.2f} – {r['interval'][1]:.2f}"
+            f" | {r['cpu_ms'][0]:.0f}, {r['cpu_ms'][1]:.0f} | {r['loss_difference']:.0e} | {r['rounds']} |"
         )
-
-
-def single_rows(names: list[str], extra: list[str], keep: Any) -> Iterator[str]:
-    """A line of the table of engines run alone, for each engine of the pairs."""
-    yield "| engine | ranks | step ms | peak RSS MiB a rank | loopback MiB a step | counted MiB a step |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    engines = dict.fromkeys((ranks, engine) for ranks, *both in map(PAIRS.get, names) for engine in both)  # type: ignore[misc]
-    for ranks, engine in engines:
-        found = keep({"alone": engine}, measure(ranks, "--engine", engine, *extra))
-        if "error" in found:
-            yield f"| {engine} | {ranks} | failed | | | |"
-            continue
-        peaks = sorted(set(found["peak_rss_mib"]))
-        counted = ", ".join(f"{axis} {size:.1f}" for axis, size in found["counted_mib"].items() if size >= 0.05)
-        yield (
-            f"| {engine} | {ranks} | {found['step_ms']:.0f} | {peaks[0]}–{peaks[-1]} |"
-            f" {found['loopback_mib']:.1f} | {counted or '–'} |"
-        )
+    alone = {(r["engine"], r["world"]): r for r in records if "b" not in r}
+    if alone:
+        lines += ["", *heading("engine, ranks, peak MiB a rank, loopback MiB a step, counted MiB a step")]
+    for r in alone.values():
+        counted = ", ".join(f"{axis} {mib:.1f}" for axis, mib in r["counted_mib"].items() if mib >= 0.05) or "–"
+        peak = f"{min(r['peak_rss_mib'])} – {max(r['peak_rss_mib'])}"
+        lines.append(f"| {r['engine']} | {r['world']} | {peak} | {r['loopback_mib']:.1f} | {counted} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    """Measures what was asked for, and prints the tables as they grow."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=list(PAIRS))
+    parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
+    parser.add_argument("--quick", action="store_true", help="3 rounds a pair; no memory or bytes")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--quiet", type=float, default=0.12, help="cores that other processes may use during a step")
-    parser.add_argument("--quick", action="store_true", help="two rounds, whatever else runs")
-    parser.add_argument("--no-alone", action="store_true", help="pairs only, no runs of one engine")
+    parser.add_argument("--quiet", type=float, default=QUIET, help="cores that others may use during a step")
+    parser.add_argument("--patience", type=float, default=120, help="seconds to wait for a quiet machine before a pair")
     args = parser.parse_args()
-    common = ["--quiet", "99" if args.quick else str(args.quiet)]
-    results = ROOT / "benchmarks" / "results"
+    results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
-    out = results / f"{datetime.date.today().isoformat()}.jsonl"
-
-    def keep(about: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-        with out.open("a") as file:
-            file.write(json.dumps({**about, **found}) + "\n")
-        return found
-
-    rounds = "2" if args.quick else str(args.rounds)
-    for row in pair_rows(args.pairs, ["--rounds", rounds, *common], keep):
-        print(row, flush=True)
-    if not args.no_alone:
-        print()
-        for row in single_rows(args.pairs, ["--steps", "4" if args.quick else "10", *common], keep):
-            print(row, flush=True)
-    print(f"\nraw results: {out}")
+    path = results / f"{datetime.now(UTC):%Y-%m-%d-%H%M%S}.jsonl"
+    records: list[dict[str, Any]] = []
+    for name in args.pairs:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        try:
+            found = run_pair(name, args)
+        except RuntimeError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            continue
+        records += found
+        with path.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in found)
+    print(table(records))
+    print(f"\nrecords: {path}")
+    sys.exit(len({record["pair"] for record in records}) < len(args.pairs))
 
 
 if __name__ == "__main__":

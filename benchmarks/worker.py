@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -27,7 +28,7 @@ from torch import Tensor
 from benchmarks import host, reference
 from benchmarks.engines import ENGINES, Engine
 
-Step = tuple[float, float]  # seconds, cores that other processes used
+Step = tuple[float, float, float]  # seconds, cores that other processes used, CPU seconds of all ranks
 
 
 def gather(value: Any) -> list[Any]:
@@ -52,17 +53,22 @@ def timed(engine: Engine, batches: list[tuple[Tensor, Tensor]]) -> list[Step]:
         if number == len(batches):
             engine.finish()
         stamps.append(host.stamp())
-    spent = [[b - a for a, b in zip(old, new, strict=True)] for old, new in zip(stamps, stamps[1:], strict=False)]
+    spent = [[b - a for a, b in zip(old, new, strict=True)] for old, new in itertools.pairwise(stamps)]
     steps = []
     for ranks in zip(*gather(spent), strict=True):
-        foreign = (ranks[0][2] - sum(own for _, own, _ in ranks)) / ranks[0][0]
-        steps.append((max(wall for wall, _, _ in ranks), foreign))
+        own = sum(cpu for _, cpu, _ in ranks)
+        steps.append((max(wall for wall, _, _ in ranks), (ranks[0][2] - own) / ranks[0][0], own))
     return steps
 
 
-def quiet(steps: list[Step], limit: float) -> list[float]:
-    """The seconds of the steps during which others kept quiet."""
-    return [seconds for seconds, foreign in steps if foreign <= limit]
+def quiet(steps: list[Step], limit: float) -> list[Step]:
+    """The steps during which others kept quiet."""
+    return [step for step in steps if step[1] <= limit]
+
+
+def median_ms(steps: list[Step], field: int = 0) -> float:
+    """The median of one field of the steps, in milliseconds."""
+    return 1e3 * statistics.median(step[field] for step in steps)
 
 
 def run_one(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str, Any]:
@@ -80,11 +86,12 @@ def run_one(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str, 
     per_step = (host.loopback_bytes() - sent) / len(steps)
     mine = {axis: (now - counted.get(axis, 0)) / len(steps) for axis, now in getattr(engine, "traffic", {}).items()}
     rows = gather(mine)
-    good = quiet(steps, args.quiet) or [seconds for seconds, _ in steps]
+    good = quiet(steps, args.quiet)
     return {
         "losses": losses,
-        "step_ms": 1e3 * statistics.median(good),
-        "kept": f"{len(quiet(steps, args.quiet))}/{len(steps)}",
+        "step_ms": median_ms(good or steps),
+        "cpu_ms": median_ms(good or steps, 2),
+        "kept": f"{len(good)}/{len(steps)}",
         "loopback_mib": per_step / 2**20,
         "counted_mib": {axis: sum(row.get(axis, 0) for row in rows) / 2**20 for axis in rows[0]},
         "peak_rss_mib": [round(peak) for peak in gather(host.peak_mib())],
@@ -97,25 +104,26 @@ def run_pair(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str,
     engines = [ENGINES[name](config, args) for name in names]
     batches = reference.batches(config, args.warmup + args.steps, args.batch)
     losses = [[global_loss(e, e.step(*batch)) for batch in batches[: args.warmup]] for e in engines]
-    times: list[list[float]] = [[], []]
+    kept: list[list[Step]] = [[], []]
     ratios: list[float] = []
     ran = 0
     while len(ratios) < args.rounds and ran < args.tries * args.rounds:
-        got: dict[int, list[float]] = {}
+        got: dict[int, list[Step]] = {}
         for k in (0, 1) if ran % 2 == 0 else (1, 0):
             got[k] = quiet(timed(engines[k], batches[args.warmup :]), args.quiet)
         ran += 1
         if min(map(len, got.values())) < (args.steps + 1) // 2:
             continue
         for k in got:
-            times[k] += got[k]
-        ratios.append(statistics.median(got[0]) / statistics.median(got[1]))
+            kept[k] += got[k]
+        ratios.append(median_ms(got[0]) / median_ms(got[1]))
     if not ratios:
         raise RuntimeError(f"no quiet round in {ran}: other processes use the cores; try again or raise --quiet")
     tokens = args.batch * config.seq_len
     return {
         "a": names[0], "b": names[1], "rounds": f"{len(ratios)}/{ran}", "ratios": ratios,
-        "tokens_per_s": [tokens / statistics.median(t) for t in times], "step_ms": [1e3 * statistics.median(t) for t in times],
+        "tokens_per_s": [1e3 * tokens / median_ms(steps) for steps in kept],
+        "step_ms": [median_ms(steps) for steps in kept], "cpu_ms": [median_ms(steps, 2) for steps in kept],
         "b_over_a": statistics.median(ratios), "interval": bootstrap(ratios),
         "losses": [row[-1] for row in losses], "loss_difference": largest_difference(*losses),
     }  # fmt: skip

@@ -19,7 +19,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["threed.engine", "tests.configs", "pytest", "hypothesis"])
+# What every rank would import for itself at a second of work: backward with a gradient given needs sympy,
+# torch.testing.assert_close needs DTensor where there is a process group.
+_SLOW = ["pytest", "hypothesis", "torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor"]
+_context.set_forkserver_preload(["threed.engine", "tests.configs", *_SLOW])
 
 
 def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:

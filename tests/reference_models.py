@@ -32,7 +32,9 @@ def turn(x: Tensor, theta: float) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, h: int, heads: int, kv: int, *, bias: bool, theta: float | None, qk_norm: bool, eps: float) -> None:
+    def __init__(
+        self, h: int, heads: int, kv: int, *, bias: bool, theta: float | None, qk_norm: bool, eps: float
+    ) -> None:
         super().__init__()
         self.heads, self.kv, self.d, self.theta = heads, kv, h // heads, theta
         self.query = nn.Linear(h, heads * self.d, bias=bias)
@@ -85,7 +87,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """tokens [b s] -> logits [b s v]. positions: how many learned ones, or None."""
 
-    def __init__(self, vocab: int, h: int, blocks: list[Block], norm: nn.Module, positions: int | None, tied: bool) -> None:
+    def __init__(
+        self, vocab: int, h: int, blocks: list[Block], norm: nn.Module, positions: int | None, tied: bool
+    ) -> None:
         super().__init__()
         self.embedding = nn.ModuleDict({"word": nn.Embedding(vocab, h)})
         if positions is not None:

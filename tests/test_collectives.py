@@ -140,9 +140,7 @@ def check_pending(world: int) -> None:
     axis = axis_of_all(world)
     all_parts = [[values(rank, (size,), torch.float64, seed=size) for rank in range(world)] for size in range(1, 12)]
     running = [collectives.start_all_reduce(parts[axis.index].clone(), axis) for parts in all_parts]
-    running += [
-        collectives.start_reduce_scatter(torch.cat([parts[axis.index]] * world), axis) for parts in all_parts
-    ]
+    running += [collectives.start_reduce_scatter(torch.cat([parts[axis.index]] * world), axis) for parts in all_parts]
     results = [pending.wait() for pending in running]
     for parts, whole, part in zip(all_parts, results[: len(all_parts)], results[len(all_parts) :], strict=True):
         assert torch.equal(whole, torch.stack(parts).sum(0))

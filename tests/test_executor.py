@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -159,7 +160,7 @@ def check_spans(spans: Sequence[tuple[Action, float, float]], plan: Plan, rank: 
     """What ran is the plan, one after the other."""
     assert [action for action, *_ in spans] == list(plan.ranks[rank])
     assert all(start <= end for _, start, end in spans)
-    assert all(end <= start for (_, _, end), (_, start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, _, end), (_, start, _) in pairwise(spans))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -206,12 +207,14 @@ def late_receives(plan: Plan) -> Plan:
 
 def check_late(transport: str) -> None:
     topology = Topology(pp=2)
-    run_plan(late_receives(schedules.lower(schedules.one_f_one_b(2, 4))), TRANSPORTS[transport](topology), topology.rank)
+    run_plan(
+        late_receives(schedules.lower(schedules.one_f_one_b(2, 4))), TRANSPORTS[transport](topology), topology.rank
+    )
 
 
 def test_a_receive_just_before_its_use_deadlocks_where_sends_block() -> None:
     """So the strict transport bites where gloo does not, and says what the check on paper says."""
-    with pytest.raises(ValueError, match="deadlocks: rank 0 at SF0.1 with rank 1; rank 1 at SB0.0 with rank 0"):
+    with pytest.raises(ValueError, match=r"deadlocks: rank 0 at SF0\.1 with rank 1; rank 1 at SB0\.0 with rank 0"):
         schedules.check_rendezvous(late_receives(schedules.lower(schedules.one_f_one_b(2, 4))))
     run_ranks(2, check_late, "gloo")
     with pytest.raises(AssertionError, match=r"ranks still running: \[0, 1\]"):

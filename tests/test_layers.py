@@ -1,4 +1,4 @@
-"""Every layer, cut over 1, 2 and 4 tensor ranks, with sequences cut and not, against a serial twin written out in torch.
+"""Every layer over 1, 2 and 4 tensor ranks, with sequences cut and not, against a serial twin written out in torch.
 
 Forward, the input's gradient and every weight's gradient agree to 1e-12 in fp64 (the order of sums is all that
 differs), once through autograd alone and once through the sinks of the real reducer.
@@ -158,7 +158,9 @@ def make_head(slicing: Slicing) -> nn.Module:
     return layers.LanguageModelHead("head", "w.weight", layers.RMSNorm("n", H, slicing), VOCAB, H, slicing)
 
 
-def attention_case(heads: int, kv: int, d: int, theta: float | None = None, normed: bool = False, bias: bool = True) -> Case:
+def attention_case(
+    heads: int, kv: int, d: int, theta: float | None = None, normed: bool = False, bias: bool = True
+) -> Case:
     return Case(
         lambda slicing: layers.Attention(
             "a", H, heads, slicing, kv_heads=kv, head_dim=d, rotary=theta, qk_norm=normed, bias=bias

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.harness import run_ranks
 from threed.collectives import split
-from threed.ops import adam, cross_entropy
+from threed.ops import adam, cross_entropy, matmul
 from threed.topology import Axis, Topology, alone
 
 # --------------------------------------------------------------------------------------------------- cross entropy
@@ -254,3 +254,49 @@ def test_a_padding_of_zeros_stays_zero() -> None:
     assert not p.any()
     assert not m.any()
     assert not v.any()
+
+
+# ------------------------------------------------------------------------------------------------------------- matmul
+
+# A sum of 300 products of size 1: fp32 errs by some 1e-6, bf16's result has 8 bits.
+MATMUL = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7}
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int, turned: bool) -> Tensor:
+    """A matrix in row- or column-major order."""
+    draw = torch.Generator().manual_seed(seed)
+    made = torch.randn((columns, rows) if turned else (rows, columns), generator=draw, dtype=torch.float64).to(dtype)
+    return made.t() if turned else made
+
+
+def near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want, rtol=MATMUL[dtype], atol=MATMUL[dtype] * 10)
+
+
+@pytest.mark.parametrize("dtype", list(MATMUL))
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (6, 300, 7), (33, 64, 128), (0, 5, 3), (4, 5, 0), (129, 31, 2)])
+def test_linear_is_the_product_for_any_shape_and_order(m: int, k: int, n: int, dtype: torch.dtype) -> None:
+    for turned in (False, True):
+        weight = matrix(n, k, dtype, 2, turned)
+        for x in (matrix(m, k, dtype, 1, turned), matrix(m, k, dtype, 1, False).unsqueeze(1).expand(m, 3, k)):
+            for bias in (None, torch.linspace(-1, 1, n).to(dtype)):
+                want = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+                got = matmul.linear(x, weight, bias)
+                assert got.shape == (*x.shape[:-1], n)
+                near(got, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", list(MATMUL))
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (96, 300, 7), (7, 300, 96), (64, 48, 64), (3, 5, 0)])
+def test_products_are_added_in_place_or_begin_anew(m: int, k: int, n: int, dtype: torch.dtype) -> None:
+    """Into a part of a larger buffer, as gradients are; what stood there before a first one does not matter."""
+    for a_turned in (False, True):
+        a, b = matrix(m, k, dtype, 1, a_turned), matrix(k, n, dtype, 2, False)
+        buffer = torch.full((m * n + 64,), float("nan"), dtype=dtype)
+        out = buffer[32 : 32 + m * n].view(m, n)
+        for number, fresh in enumerate((True, False, False), 1):
+            matmul.add_product_(out, a, b, fresh=fresh)
+            near(out, number * (a.double() @ b.double()), dtype)
+        assert buffer[:32].isnan().all()
+        assert buffer[32 + m * n :].isnan().all()

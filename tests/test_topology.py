@@ -78,9 +78,7 @@ def brute_force_line(rank: int, name: str, sizes: dict[str, int]) -> tuple[int, 
     """All ranks whose place differs from mine in this coordinate at most, in order."""
     mine = coordinates(rank, sizes)
     others = [axis for axis in AXES if axis != name]
-    return tuple(
-        r for r in range(world_of(sizes)) if all(coordinates(r, sizes)[axis] == mine[axis] for axis in others)
-    )
+    return tuple(r for r in range(world_of(sizes)) if all(coordinates(r, sizes)[axis] == mine[axis] for axis in others))
 
 
 def members_met(group: dist.ProcessGroup | None, size: int, rank: int) -> tuple[int, ...]:
@@ -125,7 +123,9 @@ def check_links(pp: int, tp: int) -> None:
             assert link.peer == line[target if stage == source else source]
             assert link.axis.label == "pp"
             assert set(link.axis.ranks) == {line[source], line[target]}
-    mine = [topology.link(a, b).axis.group for a in range(pp) for b in (a - 1, a + 1) if 0 <= b < pp and stage in (a, b)]
+    mine = [
+        topology.link(a, b).axis.group for a in range(pp) for b in (a - 1, a + 1) if 0 <= b < pp and stage in (a, b)
+    ]
     assert len({id(group) for group in mine}) == len(mine)  # one communicator a direction
     assert None not in mine
     talk(topology, stage, pp)

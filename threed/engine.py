@@ -148,9 +148,12 @@ class Engine:
                 )
 
     def _check_same_buckets(self) -> None:
-        mine, data = [bucket.last - bucket.first for bucket in self.layout.buckets], self.topology.axis("dp")
-        for rank, buckets in zip(data.ranks, collectives.exchange(mine, data), strict=True):
-            if buckets != mine:
+        """Makes sure that data ranks will sum the same things: a model that is built in another order on one of them
+        has buckets of the same sizes with other parameters in them."""
+        cuts = [(b.first, b.last, [(s.spec.name, s.first) for s in b.slots()]) for b in self.layout.buckets]
+        mine, data = hashlib.sha256(repr(cuts).encode()).hexdigest(), self.topology.axis("dp")
+        for rank, other in zip(data.ranks, collectives.exchange(mine, data), strict=True):
+            if other != mine:
                 raise ValueError(f"rank {rank} cut its parameters into other buckets than rank {self.topology.rank}")
 
     # ------------------------------------------------------------------------------------------------------- running

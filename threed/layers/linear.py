@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threed import collectives
 from threed.collectives import split
 from threed.layers.slicing import Slicing, weight_gradient
+from threed.ops import matmul
 from threed.sharding import ShardSpec, matrix, parameter, vector
 from threed.topology import Axis, alone
 
@@ -36,7 +36,7 @@ class _Linear(torch.autograd.Function):
             x = collectives.all_gather(x, axis)
         ctx.save_for_backward(x, weight)
         ctx.axis, ctx.gather = axis, gather
-        return F.linear(x, weight, bias)
+        return matmul.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -46,7 +46,7 @@ class _Linear(torch.autograd.Function):
         pending = None
         if need_dx:
             reduce = collectives.start_reduce_scatter if ctx.gather else collectives.start_all_reduce
-            pending = reduce(torch.matmul(dy, weight), ctx.axis)
+            pending = reduce(matmul.linear(dy, weight.t()), ctx.axis)
         dw = weight_gradient(weight, dy, x) if need_dw else None
         db = dy.flatten(0, -2).sum(0) if need_db else None
         return pending.wait() if pending else None, dw, db, None, None

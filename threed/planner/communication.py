@@ -1,6 +1,6 @@
 """Bytes that one rank sends in one step, by parallel axis.
 
-Use: `communication_bytes(stage_layers, microbatches=8, tensor=2, shards=4, param_bytes=2, reduce_bytes=4,
+Use: `communication_bytes(stage_layers, microbatches=8, shards=4, param_bytes=2, reduce_bytes=4,
 zero_stage=1)`.
 
 tp: what the layers say, per micro-batch, and once a step the gradients that are partial over tensor ranks. pp: one

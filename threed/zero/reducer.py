@@ -13,6 +13,7 @@ from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
+from threed.ops import matmul
 from threed.topology import Axis
 from threed.zero.layout import Bucket, Layout, Slot
 
@@ -45,10 +46,7 @@ class Sink:
         """Adds the matrix product a @ b; in the buffer itself where the dtypes allow."""
         if a.dtype != self.grad.dtype:
             return self.add(torch.mm(a, b))
-        if self.fresh:
-            torch.mm(a, b, out=self.grad)
-        else:
-            self.grad.addmm_(a, b)
+        matmul.add_product_(self.grad, a, b, fresh=self.fresh)
         return self._arrived()
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:

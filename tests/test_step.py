@@ -1,0 +1,510 @@
+"""One optimizer step as all ranks see it: skipping together, the norm, replicas, bf16, evaluation, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.configs import Case, batch, config_of, engine_of, share
+from tests.harness import run_ranks
+from threed.config import Config
+from threed.engine import Engine, StepMetrics
+from threed.sharding import ShardSpec, boxes, matrix, parameter
+from threed.topology import Topology
+from threed.zero import layout
+from threed.zero.records import records
+from threed.zero.reducer import Reducer
+
+
+def with_(config: Config, **groups: dict[str, object]) -> Config:
+    """The configuration with some keys of some groups changed."""
+    changed = {name: getattr(config, name).model_copy(update=keys) for name, keys in groups.items()}
+    return config.model_copy(update=changed)
+
+
+def data(engine: Engine, step: int = 0) -> dict[str, Tensor]:
+    return share(batch(step, engine.config.train.global_batch), engine.topology)
+
+
+def state(engine: Engine) -> list[Tensor]:
+    """Copies of everything that a step changes."""
+    engine.optimizer.settle()
+    held = [group.params for group in engine.layout.groups]
+    for s in engine.optimizer.states:
+        held += [s.master, s.exp_avg, s.exp_avg_sq]
+    return [tensor.clone() for tensor in (*held, engine.optimizer.updates)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------ skipping
+
+
+def poison_sink(engine: Engine, value: float) -> None:
+    """The next gradient of one parameter comes out with `value` in it, on this rank."""
+    sink = next(s for s in engine.reducer.sinks if s.slot.spec.decay and s.grad.numel())
+    inner = sink.add_product
+
+    def add_product(a: Tensor, b: Tensor) -> None:
+        sink.add_product = inner  # type: ignore[method-assign]
+        a = a.clone()
+        a[0, 0] = value
+        inner(a, b)
+
+    sink.add_product = add_product  # type: ignore[method-assign]
+
+
+def poison_slice(engine: Engine, value: float) -> None:
+    """The next step finds `value` in a slice of summed gradients that this rank alone owns."""
+    inner = engine.reducer.finish
+
+    def finish() -> list[Tensor]:
+        engine.reducer.finish = inner  # type: ignore[method-assign]
+        slices = inner()
+        number = next(i for i, bucket in enumerate(engine.layout.buckets) if bucket.group.owned)
+        slices[number][0] = value
+        return slices
+
+    engine.reducer.finish = finish  # type: ignore[method-assign]
+
+
+POISONS: dict[str, Callable[[Engine, float], None]] = {"sink": poison_sink, "slice": poison_slice}
+
+
+def check_skip(case: Case, where: str, value: float) -> None:
+    config = with_(config_of(case), optim={"schedule": "linear"})
+    for rank in range(case.world):
+        engine, twin = engine_of(config), engine_of(config)
+        engine.step(data(engine, 0))
+        twin.step(data(twin, 0))
+        before = state(engine)
+        if engine.topology.rank == rank:
+            POISONS[where](engine, value)
+        bad = engine.step(data(engine, 1))
+        assert bad.skipped == 1
+        assert not bad.grad_norm < float("inf")
+        assert same(state(engine), before), f"poison on rank {rank}: rank {engine.topology.rank} stepped"
+        good, want = engine.step(data(engine, 2)), twin.step(data(twin, 2))
+        assert good.skipped == 1
+        assert (good.step, want.step) == (3, 2)
+        assert good.lr == want.lr == bad.lr, "a skipped step advanced the learning rate"
+        assert (good.loss, good.grad_norm) == (want.loss, want.grad_norm)
+        assert same(state(engine), state(twin))
+
+
+SKIPS = [
+    (Case(pp=2, tp=2, sequence=True, layers=2), "sink", float("nan")),
+    (Case(pp=2, dp=2, layers=2, dtype="fp32"), "slice", float("inf")),
+    (Case(dp=2, tp=2, layers=2, zero=0, model="qwen-tied"), "sink", float("-inf")),
+    (Case(dp=2, tp=2, layers=2, dtype="bf16"), "slice", float("nan")),
+]
+
+
+@pytest.mark.parametrize(("case", "where", "value"), SKIPS)
+def test_one_ranks_bad_gradient_makes_no_rank_step(case: Case, where: str, value: float) -> None:
+    """Bit for bit: weights, moments, counter and rate are those of a run that never had the step."""
+    run_ranks(case.world, check_skip, case, where, value)
+
+
+def test_a_bad_loss_skips_on_one_process_too() -> None:
+    engine = engine_of(config_of(Case(dtype="fp32", layers=2)))
+    before = state(engine)
+    engine.layout.slots[0].param.data[0] = float("nan")
+    poisoned = state(engine)
+    metrics = engine.step(data(engine))
+    assert metrics.loss != metrics.loss
+    assert metrics.skipped == 1
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(state(engine), poisoned, strict=True))
+    engine.layout.slots[0].param.data.copy_(
+        before[0][: engine.layout.slots[0].param.numel()].view_as(engine.layout.slots[0].param)
+    )
+    assert engine.step(data(engine)).skipped == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- the norm
+
+Boxes = list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], Tensor]]
+
+
+def owned_gradients(engine: Engine, slices: list[Tensor]) -> Boxes:
+    """name, global shape, start, size and values of every gradient this rank answers for."""
+    found: Boxes = []
+    for bucket, part in zip(engine.layout.buckets, slices, strict=True):
+        for run in bucket.runs() if bucket.group.owned else ():
+            for box in boxes(run.piece, run.first, run.last):
+                at = run.offset + box.offset
+                values = part[at : at + box.numel].view(box.size).clone()
+                found.append((run.piece.name, run.piece.shape, box.start, box.size, values))
+    return found
+
+
+def step_with_gradients(case: Case) -> tuple[float, float, Boxes]:
+    """A step's loss, gradient norm and gradients; an Adam step uses the gradients up, so they are copied before."""
+    engine = engine_of(with_(config_of(case), train={"grad_clip": 0.01}))
+    inner, kept = engine.reducer.finish, []
+
+    def finish() -> list[Tensor]:
+        slices = inner()
+        kept.extend(owned_gradients(engine, slices))
+        return slices
+
+    engine.reducer.finish = finish  # type: ignore[method-assign]
+    metrics = engine.step(data(engine))
+    return metrics.loss, metrics.grad_norm, kept
+
+
+def assemble(parts: list[Boxes]) -> dict[str, Tensor]:
+    """Full gradients by name; every element from exactly one rank."""
+    full: dict[str, Tensor] = {}
+    times: dict[str, Tensor] = {}
+    for part in parts:
+        for name, shape, start, size, values in part:
+            where = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+            full.setdefault(name, torch.zeros(shape, dtype=values.dtype))[where] = values
+            times.setdefault(name, torch.zeros(shape))[where] += 1
+    assert all((count == 1).all() for count in times.values()), "an element with no owner, or with two"
+    return full
+
+
+NORMS = [
+    Case(pp=2, tp=2, sequence=True),  # tied over stages, norms partial over tp
+    Case(dp=2, tp=2, model="gpt-untied", bucket_mib=0.01),
+    Case(tp=4, sequence=True, model="qwen-tied"),  # one kv head on four ranks, norms of heads
+    Case(tp=4, model="llama", zero=0),  # kv heads on two ranks each
+    Case(pp=2, dp=2, zero=0),
+]
+
+
+@pytest.mark.parametrize("case", NORMS, ids=str)
+def test_the_norm_is_torchs_over_the_gathered_gradients(case: Case) -> None:
+    """Every parameter once: replicated over tp, tied over stages, or cut; and each gradient is one process's."""
+    results = run_ranks(case.world, step_with_gradients, case)
+    full = assemble([found for *_, found in results])
+    params = [nn.Parameter(torch.zeros_like(grad)) for grad in full.values()]
+    for param, grad in zip(params, full.values(), strict=True):
+        param.grad = grad.clone()
+    total = float(torch.nn.utils.clip_grad_norm_(params, 1.0))
+    loss, norm, single = step_with_gradients(case.truth)
+    assert {r[0] for r in results} == {results[0][0]}, "all ranks report one loss"
+    assert {r[1] for r in results} == {results[0][1]}
+    assert results[0][0] == pytest.approx(loss, rel=1e-12)
+    assert results[0][1] == pytest.approx(total, rel=1e-12)
+    assert norm == pytest.approx(total, rel=1e-9)
+    for name, want in assemble([single]).items():
+        torch.testing.assert_close(full[name], want, rtol=0, atol=1e-12 * float(want.abs().max() + 1), msg=name)
+
+
+# ----------------------------------------------------------------------------------------------------------- replicas
+
+
+def held_parameters(case: Case) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
+    """After some steps: every piece of every parameter this rank computes with."""
+    engine = engine_of(config_of(case))
+    for step in range(4):
+        engine.step(data(engine, step))
+    engine.optimizer.settle()
+    held = []
+    for slot in engine.layout.slots:
+        flat = slot.param.detach().reshape(-1)
+        held += [(p.name, p.start, p.size, flat[p.offset : p.offset + p.numel].clone()) for p in slot.spec.pieces]
+    return held
+
+
+REPLICAS = [
+    Case(pp=2, dp=2, tp=2, sequence=True, dtype="fp32", dropout=0.1),
+    Case(pp=2, dp=2, tp=2, dtype="bf16", model="qwen-tied", zero=0),
+    Case(tp=4, sequence=True, dtype="fp32", model="llama", bucket_mib=0.003),
+    Case(pp=2, tp=4, dtype="fp32", model="qwen-tied"),
+]
+
+
+@pytest.mark.parametrize("case", REPLICAS, ids=str)
+def test_copies_of_a_parameter_stay_equal_bit_for_bit(case: Case) -> None:
+    """Over data and tensor ranks, and tied stages. A copy that drifts is the bug that shows after a thousand steps."""
+    first: dict[Any, Tensor] = {}
+    copies = 0
+    for held in run_ranks(case.world, held_parameters, case):
+        for name, start, size, values in held:
+            copies += (name, start, size) in first
+            assert torch.equal(first.setdefault((name, start, size), values), values), name
+    assert copies > 20
+    if case.model in ("gpt", "qwen-tied") and case.pp > 1:
+        assert sum(name == "embedding.word.weight" for name, *_ in first) == case.tp
+
+
+# --------------------------------------------------------------------------------------------------------------- bf16
+
+
+def test_masters_begin_from_unrounded_values() -> None:
+    wide, narrow = (engine_of(config_of(Case(dtype=dtype, layers=2))) for dtype in ("fp32", "bf16"))
+    for name, want in wide.full_state_dict().items():
+        got = narrow.full_state_dict()[name]
+        assert got.dtype == torch.float32
+        assert torch.equal(got, want), name
+    for record in records(narrow.optimizer, ("weight",)):
+        assert record.values.dtype == torch.float32
+    for group in narrow.layout.groups:
+        assert group.params.dtype == torch.bfloat16
+        assert group.grads.dtype == torch.float32
+    masters = torch.cat([state.master for state in narrow.optimizer.states])
+    params = torch.cat([b.group.params[b.own_first : b.own_last] for b in narrow.layout.buckets])
+    assert torch.equal(params, masters.bfloat16())
+    assert not torch.equal(params.float(), masters)
+
+
+class Weights(nn.Module):
+    """Three parameters that take their gradients by the three ways a sink has, and one that takes it by autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "abcd":
+            spec = ShardSpec((matrix(name, (4, 4), 0, (0, 4), 1.0),))
+            self.register_parameter(name, parameter(spec, (4, 4)))
+
+
+def test_narrow_gradients_are_added_in_fp32() -> None:
+    """1 + 1000 x 2^-9: in bf16 every addition would be lost."""
+    unit, narrow = Weights(), torch.bfloat16
+    plan = layout.build(
+        [unit], {}, Topology(), shards=True, bucket_bytes=2**20, param_dtype=narrow, grad_dtype=torch.float32
+    )
+    reducer = Reducer(plan)
+    reducer.begin(1001)
+    sinks = {sink.slot.spec.name: sink for sink in reducer.sinks}
+    for value in (1.0, *[2.0**-9] * 1000):
+        full = torch.full((4, 4), value, dtype=narrow)
+        sinks["a"].add(full)
+        sinks["b"].add_product(full[:, :1], torch.ones(1, 4, dtype=narrow))
+        sinks["c"].add_rows(torch.arange(4), full)
+        (unit.d * value).sum().backward()
+    reducer.finish()
+    for slot in plan.slots:
+        want = torch.full((4, 4), 1 + 1000 * 2.0**-9)
+        assert torch.equal(plan.groups[0].view(slot, plan.groups[0].grads), want), slot.spec.name
+
+
+def losses_and_weights(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    engine = engine_of(config_of(case))
+    losses = [engine.step(data(engine, step)).loss for step in range(3)]
+    return losses, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_bf16_in_three_dimensions_is_close_to_bf16_on_one(model: str) -> None:
+    """bf16 has 8 bits: activations, summed in another order, differ by 2^-8 relative, losses (means over 700 tokens) by
+    much less. Adam divides by the gradient's size, so where a gradient is small against its own rounding an element
+    may go the other way, by at most 2 lr a step; few do, so the change of all weights is compared as a whole."""
+    case = Case(pp=2, dp=2, tp=2, sequence=True, dtype="bf16", model=model, microbatches=8)
+    losses, weights = run_ranks(8, losses_and_weights, case)[0]
+    want_losses, want = losses_and_weights(case.truth)
+    assert losses == pytest.approx(want_losses, rel=1e-3)
+    begin = engine_of(config_of(case.truth)).full_state_dict()
+    moved, off = (
+        torch.cat([(a[name] - b[name]).flatten() for name in want]) for a, b in ((want, begin), (weights, want))
+    )
+    assert off.norm() < 0.15 * moved.norm()
+    assert off.abs().max() < 2 * 3 * 3e-3
+
+
+# -------------------------------------------------------------------------------------------------- nothing on the host
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what brings a tensor's value to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal"):
+            self.seen.append(func._schema.name)
+        if func._schema.name in ("aten::nonzero", "aten::masked_select", "aten::unique_consecutive", "aten::_unique2"):
+            self.seen.append(func._schema.name)  # their shape depends on values
+        return func(*args, **(kwargs or {}))
+
+
+def check_no_reads(case: Case) -> None:
+    engine = engine_of(config_of(case))
+    engine.step(data(engine, 0))
+    inputs, counter = data(engine, 1), HostReads()
+    plain = {name: getattr(Tensor, name) for name in ("tolist", "numpy", "__array__")}
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a tensor was read on the host")
+
+    for name in plain:
+        setattr(Tensor, name, refuse)
+    try:
+        with counter:
+            metrics = engine.step(inputs)
+    finally:
+        for name, method in plain.items():
+            setattr(Tensor, name, method)
+    assert counter.seen == []
+    with counter:
+        assert metrics.loss > 0
+    assert counter.seen, "reading a metric is a read: the counter works"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(layers=2, dropout=0.1),
+        Case(pp=2, tp=2, sequence=True, layers=2, dropout=0.1),
+        Case(dp=2, tp=2, layers=2, model="qwen-tied", dtype="bf16"),
+    ],
+    ids=str,
+)
+def test_a_step_reads_no_tensor_on_the_host(case: Case) -> None:
+    """Outside the fused Adam kernel of the CPU, which looks at its scalars itself."""
+    run_ranks(case.world, check_no_reads, case)
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+def check_evaluation(case: Case) -> None:
+    config = config_of(case)
+    engine, twin = engine_of(config), engine_of(config)
+    for step in range(2):
+        before = state(engine)
+        grads = [group.grads.clone() for group in engine.layout.groups]
+        loss = engine.evaluate(data(engine, step))
+        assert same(state(engine), before)
+        assert same([group.grads for group in engine.layout.groups], grads)
+        assert all(slot.param.grad is None for slot in engine.layout.slots)
+        metrics, want = engine.step(data(engine, step)), twin.step(data(twin, step))
+        assert float(loss) == pytest.approx(metrics.loss, rel=1e-12)
+        assert (metrics.loss, metrics.grad_norm) == (want.loss, want.grad_norm)
+    assert (engine.steps, engine.consumed) == (twin.steps, twin.consumed)
+    assert same(state(engine), state(twin))
+
+
+@pytest.mark.parametrize("case", [Case(layers=2), Case(pp=2, dp=2, tp=2, sequence=True), Case(pp=4, zero=0)], ids=str)
+def test_evaluation_is_the_training_loss_and_leaves_no_trace(case: Case) -> None:
+    run_ranks(case.world, check_evaluation, case)
+
+
+def test_evaluation_has_no_dropout() -> None:
+    wet, dry = (engine_of(config_of(Case(layers=2, dropout=p))) for p in (0.3, 0.0))
+    assert float(wet.evaluate(data(wet))) == float(dry.evaluate(data(dry)))
+    assert wet.step(data(wet)).loss != dry.step(data(dry)).loss
+
+
+def test_dropout_belongs_to_the_sample_wherever_it_stands() -> None:
+    """Rows in another order, in other micro-batches, with their sample numbers: the same loss and the same step."""
+    config = config_of(Case(layers=2, dropout=0.3))
+    first, second = engine_of(config), engine_of(config)
+    rows = config.train.global_batch
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
+    plain = batch(0, rows)
+    mixed = {**{key: value[order] for key, value in plain.items()}, "samples": order}
+    a, b = first.step(plain), second.step(mixed)
+    assert a.loss == pytest.approx(b.loss, rel=1e-12)
+    assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------------------ handshake
+
+
+def check_refused(case: Case, other: Case) -> str:
+    """Rank 1 means another run."""
+    with pytest.raises(ValueError, match="rank 1 runs another configuration than rank 0") as caught:
+        engine_of(config_of(other if dist.get_rank() == 1 else case))
+    return str(caught.value)
+
+
+OTHERS = [
+    (Case(dp=2), Case(dp=2, dropout=0.1)),
+    (Case(dp=2), Case(dp=2, bucket_mib=1.0)),
+    (Case(pp=2), Case(pp=2, model="gpt-untied")),  # other groups: they would wait for each other for ever
+    (Case(tp=4), Case(tp=4, model="qwen-tied")),
+    (Case(pp=2, dp=2), Case(pp=2, dp=2, layers=7)),
+]
+
+
+@pytest.mark.parametrize(("case", "other"), OTHERS)
+def test_ranks_with_other_configurations_are_refused_at_once(case: Case, other: Case) -> None:
+    assert "same flags" in run_ranks(case.world, check_refused, case, other, timeout=30)[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"), [(0, "batch of 0 sequences"), (5, "5 sequences is not a multiple of micro-batch 2")]
+)
+def test_batches_that_cannot_be_cut_are_refused(rows: int, complaint: str) -> None:
+    engine = engine_of(config_of(Case(layers=2)))
+    ids = torch.zeros(rows, 16, dtype=torch.int64)
+    for run in (engine.step, engine.evaluate):
+        with pytest.raises(ValueError, match=complaint):
+            run({"tokens": ids, "labels": ids})
+    assert engine.steps == engine.consumed == 0
+    engine.step(data(engine))
+
+
+def check_sequence() -> None:
+    engine = engine_of(config_of(Case(tp=2, sequence=True, layers=2, model="llama")))
+    ids = torch.zeros(2, 15, dtype=torch.int64)
+    with pytest.raises(ValueError, match="sequence length 15 is not a multiple of tp 2"):
+        engine.step({"tokens": ids, "labels": ids})
+
+
+def test_sequences_that_cannot_be_cut_or_have_no_position_are_refused() -> None:
+    run_ranks(2, check_sequence)
+    engine = engine_of(config_of(Case(layers=2)))
+    ids = torch.zeros(2, 17, dtype=torch.int64)
+    with pytest.raises(ValueError, match="position 16 is beyond the 16 learned positions"):
+        engine.step({"tokens": ids, "labels": ids})
+
+
+# -------------------------------------------------------------------------------------------------------------- metrics
+
+
+def check_metrics() -> StepMetrics:
+    engine = engine_of(config_of(Case(dp=2, tp=2, layers=2)))
+    metrics = [engine.step(data(engine, step)) for step in range(2)]
+    assert [m.step for m in metrics] == [1, 2]
+    assert metrics[0].tokens == 12 * 16
+    assert engine.consumed == 24
+    assert {*metrics[0].seconds} == {"fwd_bwd_s", "dp_comm_s", "optim_s"}
+    kept = metrics[0].loss, metrics[0].grad_norm, metrics[0].lr
+    engine.step(data(engine, 2))
+    assert (metrics[0].loss, metrics[0].grad_norm, metrics[0].lr) == kept, (
+        "a later step changed an earlier one's figures"
+    )
+    return metrics[0]
+
+
+def test_metrics_keep_their_values() -> None:
+    run_ranks(4, check_metrics)
+
+
+def check_load_after_step() -> None:
+    """New weights while the last step's are still on their way: the new ones win, everywhere."""
+    engine = engine_of(config_of(Case(dp=2, layers=2, bucket_mib=0.01)))
+    full = functools.reduce(lambda a, b: a or b, [engine.full_state_dict()])
+    weights = [full] if full else [None]
+    box: list[Any] = list(weights)
+    dist.broadcast_object_list(box, 0)
+    for _ in range(10):
+        engine.step(data(engine))
+        engine.load_full_state_dict(box[0])
+        for slot in engine.layout.slots:
+            for piece in slot.spec.pieces:
+                got = slot.param.detach().reshape(-1)[piece.offset : piece.offset + piece.numel].view(piece.size)
+                assert torch.equal(got, box[0][piece.name]), piece.name
+    with pytest.raises(KeyError, match="weights are missing: embedding.word.weight"):
+        engine.load_full_state_dict({k: v for k, v in box[0].items() if "word" not in k})
+
+
+def test_loaded_weights_replace_those_on_their_way() -> None:
+    run_ranks(2, check_load_after_step)
