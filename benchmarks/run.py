@@ -72,6 +72,7 @@ def run_pair(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     ranks, *engines = PAIRS[name]
     wait_until_quiet(args.patience)
     rounds = ["--rounds", str(3 if args.quick else args.rounds), "--quiet", str(args.quiet)]
+    rounds += ["--torch-matmul"] if args.torch_matmul else []
     records = [measure(ranks, ["--engine", engines[0], "--vs", engines[1], *rounds])]
     if records[0]["loss_difference"] > PARITY:
         raise RuntimeError(f"{name}: the two engines do not train the same thing: losses {records[0]['losses']}")
@@ -111,6 +112,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
     parser.add_argument("--quick", action="store_true", help="3 rounds a pair; no memory or bytes")
+    parser.add_argument(
+        "--torch-matmul", action="store_true", help="threed multiplies as the peers do, never by oneDNN"
+    )
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--quiet", type=float, default=QUIET, help="cores that others may use during a step")
     parser.add_argument("--patience", type=float, default=120, help="seconds to wait for a quiet machine before a pair")

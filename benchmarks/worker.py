@@ -27,6 +27,7 @@ from torch import Tensor
 
 from benchmarks import host, reference
 from benchmarks.engines import ENGINES, Engine
+from threed.ops import matmul
 
 Step = tuple[float, float, float]  # seconds, cores that other processes used, CPU seconds of all ranks
 
@@ -154,6 +155,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tries", type=int, default=4, help="rounds that may be repeated, as a multiple of --rounds")
     parser.add_argument("--quiet", type=float, default=0.12, help="cores that other processes may use during a step")
+    parser.add_argument(
+        "--torch-matmul", action="store_true", help="threed multiplies as the peers do, never by oneDNN"
+    )
     return parser.parse_args()
 
 
@@ -161,6 +165,8 @@ def main() -> None:
     args = parse()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if args.torch_matmul:
+        matmul._onednn_is_faster = lambda: False  # type: ignore[assignment]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     try:
@@ -169,7 +175,8 @@ def main() -> None:
         traceback.print_exc()
         os._exit(1)
     if dist.get_rank() == 0:
-        print(json.dumps({"engine": args.engine, "world": dist.get_world_size(), "torch": torch.__version__, **result}))
+        run = {"engine": args.engine, "world": dist.get_world_size(), "torch_matmul": args.torch_matmul}
+        print(json.dumps({**run, "torch": torch.__version__, **result}))
     sys.stdout.flush()
     dist.barrier()
     os._exit(0)  # engines differ in how they leave; nothing is left to wait for

@@ -17,7 +17,9 @@ def save_checkpoint(path: Path) -> None:
     engine_of(config_of(Case(model="llama", dtype="fp32"))).save(path)
 
 
-def test_schedule_prints_the_facts_of_a_plan_as_json_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_prints_the_facts_of_a_plan_as_json_and_draws_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     picture = tmp_path / "plan.svg"
     assert main(["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--json", "--svg", str(picture)]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -32,7 +34,9 @@ def test_a_schedule_that_is_not_there_is_refused_by_name(capsys: pytest.CaptureF
     assert "'zb-h1' is not in this version; available: gpipe, 1f1b" in capsys.readouterr().err
 
 
-def test_plan_is_the_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_is_the_dry_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--preset", "tiny", "--world-size", "4", "--parallel.tp", "2", "--parallel.pp", "2"]) == 0
     assert "rank 3" in capsys.readouterr().out
