@@ -15,6 +15,15 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + soft + steal) / TICKS
 
 
+def wait_until_quiet(cores: float, end: float) -> None:
+    """Returns when all processes together use less than `cores`, or when `time.monotonic()` is past `end`."""
+    while time.monotonic() < end:
+        begin, before = time.perf_counter(), busy_seconds()
+        time.sleep(1.5)
+        if busy_seconds() - before < cores * (time.perf_counter() - begin):
+            return
+
+
 def stamp() -> tuple[float, float, float]:
     """Now, this process's CPU seconds, everybody's: differences of two stamps say who used the cores between them."""
     return time.perf_counter(), time.process_time(), busy_seconds()

@@ -4,7 +4,7 @@
     python benchmarks/run.py --quick             # fewer rounds, time only
     python benchmarks/run.py --pairs tp2 tp2_sp  # some pairs
 
-Each pair runs interleaved in one process group, once the machine is quiet; then each of its engines runs alone for
+Each pair runs interleaved in one process group, whenever the machine is quiet; then each of its engines runs alone for
 memory and bytes. Raw records go to benchmarks/results/<time>.jsonl, a Markdown table to the terminal.
 """
 
@@ -15,16 +15,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import host  # noqa: E402
-
 # name: ranks, peer, threed
 PAIRS = {
     "dp2": (2, "ddp", "threed"),
@@ -36,22 +31,7 @@ PAIRS = {
     "2x2x2": (8, "torch_3d", "threed_3d"),
     "2x2x2_sp": (8, "torch_3d_sp", "threed_3d_sp"),
 }
-QUIET = 0.12  # cores
 PARITY = 1e-5  # relative difference of the losses of the first steps
-
-
-def other_load(seconds: float = 2.0) -> float:
-    """Cores in use by anybody right now."""
-    begin, before = time.perf_counter(), host.busy_seconds()
-    time.sleep(seconds)
-    return (host.busy_seconds() - before) / (time.perf_counter() - begin)
-
-
-def wait_until_quiet(patience: float) -> None:
-    """Returns when nobody uses the cores, or after `patience` seconds."""
-    end = time.monotonic() + patience
-    while time.monotonic() < end and other_load() > QUIET:
-        time.sleep(3)
 
 
 def measure(ranks: int, arguments: list[str]) -> dict[str, Any]:
@@ -62,22 +42,24 @@ def measure(ranks: int, arguments: list[str]) -> dict[str, Any]:
         [*launch, "-m", "benchmarks.worker", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not records:
+    if not records:
         raise RuntimeError(f"worker {' '.join(arguments)} failed:\n{done.stderr[-3000:]}")
+    if "error" in records[-1]:
+        raise RuntimeError(records[-1]["error"])
     return dict(records[-1])
 
 
 def run_pair(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A pair's record, then those of its engines alone."""
     ranks, *engines = PAIRS[name]
-    wait_until_quiet(args.patience)
-    rounds = ["--rounds", str(3 if args.quick else args.rounds), "--quiet", str(args.quiet)]
-    rounds += ["--torch-matmul"] if args.torch_matmul else []
-    records = [measure(ranks, ["--engine", engines[0], "--vs", engines[1], *rounds])]
+    options = ["--quiet", str(args.quiet), "--patience", str(args.patience)]
+    options += ["--torch-matmul"] if args.torch_matmul else []
+    rounds = ["--rounds", str(3 if args.quick else args.rounds)]
+    records = [measure(ranks, ["--engine", engines[0], "--vs", engines[1], *rounds, *options])]
     if records[0]["loss_difference"] > PARITY:
         raise RuntimeError(f"{name}: the two engines do not train the same thing: losses {records[0]['losses']}")
     if not args.quick:
-        records += [measure(ranks, ["--engine", engine]) for engine in engines]
+        records += [measure(ranks, ["--engine", engine, *options]) for engine in engines]
     return [{"pair": name, **record} for record in records]
 
 
@@ -112,12 +94,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
     parser.add_argument("--quick", action="store_true", help="3 rounds a pair; no memory or bytes")
-    parser.add_argument(
-        "--torch-matmul", action="store_true", help="threed multiplies as the peers do, never by oneDNN"
-    )
+    parser.add_argument("--torch-matmul", action="store_true", help="threed multiplies as peers do, never by oneDNN")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--quiet", type=float, default=QUIET, help="cores that others may use during a step")
-    parser.add_argument("--patience", type=float, default=120, help="seconds to wait for a quiet machine before a pair")
+    parser.add_argument("--quiet", type=float, default=0.12, help="cores that others may use during a step")
+    parser.add_argument("--patience", type=float, default=600, help="seconds a pair may spend waiting for others")
     args = parser.parse_args()
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)

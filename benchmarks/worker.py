@@ -16,6 +16,7 @@ import json
 import os
 import statistics
 import sys
+import time
 import traceback
 import warnings
 from datetime import timedelta
@@ -62,6 +63,13 @@ def timed(engine: Engine, batches: list[tuple[Tensor, Tensor]]) -> list[Step]:
     return steps
 
 
+def meet_when_quiet(cores: float, end: float) -> None:
+    """All ranks go on together once nobody uses the cores."""
+    if dist.get_rank() == 0:
+        host.wait_until_quiet(cores, end)
+    dist.barrier()
+
+
 def quiet(steps: list[Step], limit: float) -> list[Step]:
     """The steps during which others kept quiet."""
     return [step for step in steps if step[1] <= limit]
@@ -80,7 +88,7 @@ def run_one(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str, 
     engine.finish()
     gc.collect()
     host.reset_peak()
-    dist.barrier()
+    meet_when_quiet(args.quiet, time.monotonic() + args.patience)
     counted, sent = getattr(engine, "traffic", {}), host.loopback_bytes()
     steps = timed(engine, batches[args.warmup :])
     dist.barrier()
@@ -107,8 +115,9 @@ def run_pair(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str,
     losses = [[global_loss(e, e.step(*batch)) for batch in batches[: args.warmup]] for e in engines]
     kept: list[list[Step]] = [[], []]
     ratios: list[float] = []
-    ran = 0
-    while len(ratios) < args.rounds and ran < args.tries * args.rounds:
+    ran, end = 0, time.monotonic() + args.patience
+    while len(ratios) < args.rounds and (ran < args.rounds or time.monotonic() < end):
+        meet_when_quiet(args.quiet, end)
         got: dict[int, list[Step]] = {}
         for k in (0, 1) if ran % 2 == 0 else (1, 0):
             got[k] = quiet(timed(engines[k], batches[args.warmup :]), args.quiet)
@@ -119,7 +128,7 @@ def run_pair(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str,
             kept[k] += got[k]
         ratios.append(median_ms(got[0]) / median_ms(got[1]))
     if not ratios:
-        raise RuntimeError(f"no quiet round in {ran}: other processes use the cores; try again or raise --quiet")
+        raise RuntimeError(f"{ran} rounds, all disturbed: other processes use the cores; wait, or raise --quiet")
     tokens = args.batch * config.seq_len
     return {
         "a": names[0], "b": names[1], "rounds": f"{len(ratios)}/{ran}", "ratios": ratios,
@@ -153,11 +162,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=6, help="steps before timing, whose losses are compared")
     parser.add_argument("--steps", type=int, default=3, help="timed steps a round")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--tries", type=int, default=4, help="rounds that may be repeated, as a multiple of --rounds")
+    parser.add_argument("--patience", type=float, default=600, help="seconds that may go into waiting and repeating")
     parser.add_argument("--quiet", type=float, default=0.12, help="cores that other processes may use during a step")
-    parser.add_argument(
-        "--torch-matmul", action="store_true", help="threed multiplies as the peers do, never by oneDNN"
-    )
+    parser.add_argument("--torch-matmul", action="store_true", help="threed multiplies as peers do, never by oneDNN")
     return parser.parse_args()
 
 
@@ -171,8 +178,9 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     try:
         result = (run_pair if args.vs else run_one)(args, reference.GPTConfig())
-    except BaseException:
+    except Exception as error:
         traceback.print_exc()
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
         os._exit(1)
     if dist.get_rank() == 0:
         run = {"engine": args.engine, "world": dist.get_world_size(), "torch_matmul": args.torch_matmul}

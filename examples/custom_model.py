@@ -88,7 +88,7 @@ def main() -> None:
     weights = engine.full_state_dict()  # global names -> full tensors, on rank 0
     if topology.rank == 0:
         print(f"{sum(w.numel() for w in weights.values()):,} parameters in {len(weights)} tensors")
-    collectives.shutdown()
+    collectives.leave()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Three kinds of things:
   plain        all_reduce, all_gather, reduce_scatter, send, receive ...; asynchronous ones give a `Pending`
   conjugate    copy_to / reduce_from / gather_from / scatter_to: autograd functions whose backward is the other one's
                forward (Megatron-LM, arXiv 1909.08053 section 3, and 2205.05198 section 4.2.2 for sequences)
-  housekeeping barrier, exchange, shutdown
+  housekeeping barrier, exchange, leave
 
 Everything takes an `Axis`; an axis of size 1 does nothing. Shards lie along dimension 0, so that gathering is
 concatenation and needs no copy.
@@ -17,6 +17,8 @@ exchange; ours is deterministic, and the same on every rank. Counted are the byt
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -309,8 +311,17 @@ def exchange(value: Any, axis: Axis) -> list[Any]:
     return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes, strict=True)]
 
 
-def shutdown() -> None:
-    """Leaves the process group in step with the others: gloo aborts when a peer still works while one exits."""
-    if dist.is_initialized():
+def leave(code: int = 0) -> None:
+    """Ends a program that made a process group: in step with the others if all is well, then at once, with `code`.
+
+    Call it last. gloo's threads can abort a process that leaves the long way (exit code -6, "terminate called without
+    an active exception"), which a launcher takes for a failure. Without a process group nothing happens.
+    """
+    if not dist.is_initialized():
+        return
+    if code == 0:
         dist.barrier()
-        dist.destroy_process_group()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

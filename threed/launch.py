@@ -55,9 +55,11 @@ def main(
         return _refuse(["--world-size goes with --dry-run; torchrun sets the world size of a run"], local)
     try:
         train(config, data, [prog, *argv])
+        code = 0
     except CheckpointError as error:  # the same on every rank
-        return _refuse([str(error)], local)
-    return 0
+        code = _refuse([str(error)], local)
+    collectives.leave(code)
+    return code
 
 
 def _load(
@@ -83,7 +85,6 @@ def train(config: Config, data: Data, command: list[str]) -> None:
     slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed)
     engine = Engine(models.build(config.model, slicing), topology, config)
     Trainer(engine, data, command).run()
-    collectives.shutdown()
 
 
 def _say(text: str, local: int) -> int:
