@@ -61,6 +61,11 @@ REFUSALS = (
 """Features that are not there yet. Who builds one deletes its line."""
 
 
+def find_refusals(config: Config) -> list[str]:
+    """The features of this configuration that are not there yet, each with what is."""
+    return [problem for refusal in REFUSALS if (problem := refusal.find(config))]
+
+
 def find_problems(
     config: Config, world_size: int, local_world: int | None = None, tokenizer_vocab: int | None = None
 ) -> list[str]:
@@ -68,7 +73,7 @@ def find_problems(
 
     Pass the configuration as loaded, before `threed.config.resolve`; `tokenizer_vocab` where the tokenizer is known.
     """
-    problems = [problem for refusal in REFUSALS if (problem := refusal.find(config))]
+    problems = find_refusals(config)
     problems += _check_world(config, world_size, local_world)
     for check in (
         _check_reduce_dtype,

@@ -231,7 +231,7 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(dy, ctx.axis), None
+        return all_reduce(dy.clone(), ctx.axis), None  # NCCL sums in place, and dy may be another branch's too
 
 
 class _ReduceFrom(torch.autograd.Function):

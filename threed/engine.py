@@ -25,7 +25,8 @@ from torch import Tensor
 
 from threed import collectives
 from threed.checkpoint import native
-from threed.config import Config
+from threed.checks import find_refusals
+from threed.config import Config, ConfigError
 from threed.layers import MicroBatch
 from threed.models import Model
 from threed.ops.adam import Adam
@@ -94,11 +95,14 @@ def lowered(schedule: str, stages: int, microbatches: int) -> Plan:
 class Engine:
     """Trains `model` on `topology` as `config` (resolved) says.
 
-    model: see `threed.models.Model`; layers on the meta device. Raises ValueError when ranks disagree about model or
-    configuration, naming them. transport: how stages talk; the topology's links unless a test brings its own.
+    model: see `threed.models.Model`; layers on the meta device. Raises ConfigError for features that are not there, and
+    ValueError when ranks disagree about model or configuration, naming them. transport: how stages talk; the topology's
+    links unless a test brings its own.
     """
 
     def __init__(self, model: Model, topology: Topology, config: Config, *, transport: Transport | None = None) -> None:
+        if refused := find_refusals(config):
+            raise ConfigError(refused)
         self.model, self.topology, self.config = model, topology, config
         self.steps = self.consumed = 0
         self.dtype = dtype(config.precision.dtype)
