@@ -1,4 +1,4 @@
-"""threed as a benchmarked engine, and every engine by its name.
+"""threed as a benchmarked engine, with models of its own layers and around any module; every engine by its name.
 
     engine = ENGINES["threed_tp"](GPTConfig(), args)        # args: .batch, .microbatches
     loss = engine.step(x, y)                                 # one optimizer step on the global batch [b s]
@@ -9,20 +9,20 @@ else, so that another harness can use it as FILE.py:Class.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:  # loaded by path, from elsewhere
     sys.path.insert(0, ROOT)
 
 from benchmarks import reference  # noqa: E402
+from benchmarks.deepspeed_peers import DEEPSPEED  # noqa: E402
 from benchmarks.peers import PEERS  # noqa: E402
 from benchmarks.reference import ADAM, GPTConfig  # noqa: E402
 from threed import models  # noqa: E402
@@ -54,11 +54,14 @@ class ThreeD:
 
     def __init__(self, config: GPTConfig, args: Any) -> None:
         topology = Topology(pp=self.pp, tp=self.tp)
-        self.trainer = make_trainer(config, topology, self._settings(args, topology.dp))
-        for group in self.trainer.layout.groups:  # the peers decay every parameter, norms and biases too
-            group.kind = dataclasses.replace(group.kind, decay=True)
-        self.trainer.load_full_state_dict(renamed(reference.initial_weights(config), config.n_head))
+        self.trainer = self.build(config, topology, self._settings(args, topology.dp))
         self.share, self.loss_ranks = topology.axis("dp").index, [0]
+
+    def build(self, config: GPTConfig, topology: Topology, settings: dict[str, Any]) -> Trainer:
+        """The engine, with the peers' initial weights in it."""
+        trainer = make_trainer(config, topology, settings)
+        trainer.load_full_state_dict(renamed(reference.initial_weights(config), config.n_head))
+        return trainer
 
     def _settings(self, args: Any, dp: int) -> dict[str, Any]:
         count = args.microbatches if self.pp > 1 else 1
@@ -83,14 +86,19 @@ class ThreeD:
 
 
 def make_trainer(config: GPTConfig, topology: Topology, settings: dict[str, Any]) -> Trainer:
-    """threed's engine on the reference model's shapes, with the peers' AdamW at a constant learning rate."""
-    adam = {key: ADAM[key] for key in ("lr", "betas", "eps", "weight_decay")}
-    shapes = {"layers": config.n_layer, "hidden": config.d_model, "heads": config.n_head, "seq": config.seq_len}
-    optim = {**adam, "warmup": 0, "schedule": "constant"}
-    full = Config.model_validate({**settings, "model": {"arch": "gpt", **shapes}, "optim": optim})
-    full = resolve(full, config.vocab, topology.world)
+    """threed's engine on a model of its own layers of the reference model's shapes."""
+    full = complete(config, topology, settings)
     slicing = Slicing(topology.axis("tp"), bool(full.parallel.sequence), full.train.seed)
     return Trainer(models.build(full.model, slicing), topology, full)
+
+
+def complete(config: GPTConfig, topology: Topology, settings: dict[str, Any]) -> Config:
+    """The settings with the reference model's shapes and the peers' AdamW at a constant learning rate, resolved."""
+    shapes = {"layers": config.n_layer, "hidden": config.d_model, "heads": config.n_head, "seq": config.seq_len}
+    everything = {"match": "*", "weight_decay": ADAM["weight_decay"]}  # the peers decay norms and biases too
+    optim = {**ADAM, "warmup": 0, "schedule": "constant", "groups": [everything]}
+    full = Config.model_validate({**settings, "model": {"arch": "gpt", **shapes}, "optim": optim})
+    return resolve(full, config.vocab, topology.world)
 
 
 NAMES = {
@@ -115,14 +123,65 @@ def renamed(weights: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
     return found
 
 
-class DP(ThreeD):
+class Zero0(ThreeD):
+    """Plain data parallelism."""
+
+    zero = 0
+
+
+class Zero1(ThreeD):
     """ZeRO-1 over all ranks."""
 
 
-class DP0(ThreeD):
-    """Plain data parallelism: ZeRO-0."""
+class Zero2(ThreeD):
+    """ZeRO-2."""
+
+    zero = 2
+
+
+class Zero3(ThreeD):
+    """ZeRO-3."""
+
+    zero = 3
+
+
+class WithLoss(nn.Module):
+    """The reference model and its loss as one module, which is what an engine around any module takes."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.model = reference.build(config)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return reference.loss_of(self.model(tokens), labels)
+
+
+class Wrapped0(ThreeD):
+    """threed around the very module that the peers train, torch's own layers and kernels in it."""
 
     zero = 0
+
+    def build(self, config: GPTConfig, topology: Topology, settings: dict[str, Any]) -> Trainer:
+        module: Any = WithLoss(config)
+        return Trainer(module, topology, complete(config, topology, settings))
+
+
+class Wrapped1(Wrapped0):
+    """The same with ZeRO-1."""
+
+    zero = 1
+
+
+class Wrapped2(Wrapped0):
+    """The same with ZeRO-2."""
+
+    zero = 2
+
+
+class Wrapped3(Wrapped0):
+    """The same with ZeRO-3."""
+
+    zero = 3
 
 
 class TP2(ThreeD):
@@ -162,7 +221,9 @@ class ThreeD222Sequence(ThreeD222):
 
 
 ENGINES: dict[str, Callable[[GPTConfig, Any], Engine]] = {
-    **PEERS,
-    "threed": DP, "threed_zero0": DP0, "threed_tp": TP2, "threed_tp_sp": TP2Sequence, "threed_1f1b": PP2,
-    "threed_gpipe": PP2GPipe, "threed_3d": ThreeD222, "threed_3d_sp": ThreeD222Sequence,
+    **PEERS, **DEEPSPEED,
+    "threed_zero0": Zero0, "threed_zero1": Zero1, "threed_zero2": Zero2, "threed_zero3": Zero3,
+    "wrapped_zero0": Wrapped0, "wrapped_zero1": Wrapped1, "wrapped_zero2": Wrapped2, "wrapped_zero3": Wrapped3,
+    "threed_tp": TP2, "threed_tp_sp": TP2Sequence, "threed_1f1b": PP2, "threed_gpipe": PP2GPipe,
+    "threed_3d": ThreeD222, "threed_3d_sp": ThreeD222Sequence,
 }  # fmt: skip

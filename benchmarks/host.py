@@ -29,10 +29,15 @@ def stamp() -> tuple[float, float, float]:
     return time.perf_counter(), time.process_time(), busy_seconds()
 
 
+def resident_mib(field: str = "VmRSS") -> float:
+    """This process's resident memory."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(f"{field}:")) / 1024
+
+
 def peak_mib() -> float:
     """The most resident memory this process has had since `reset_peak`."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:")) / 1024
+    return resident_mib("VmHWM")
 
 
 def reset_peak() -> None:

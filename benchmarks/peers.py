@@ -1,8 +1,8 @@
 """The torch-native peers: each trains the reference model on the same global batch as `benchmarks.engines` does.
 
-DDP and FSDP2 (data), DTensor tensor parallelism with and without sequence parallelism, torch.distributed.pipelining
-(GPipe, 1F1B), and all three composed. An engine takes the model's shapes and the run's `args` (`batch`, the global
-batch in sequences, and `microbatches`).
+DDP, FSDP2 and ZeroRedundancyOptimizer (data), DTensor tensor parallelism with and without sequence parallelism,
+torch.distributed.pipelining (GPipe, 1F1B), and all three composed. An engine takes the model's shapes and the run's
+`args` (`batch`, the global batch in sequences, and `microbatches`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -95,15 +96,38 @@ class DDP(Single):
         return super().step(x.chunk(self.size)[self.index], y.chunk(self.size)[self.index])
 
 
+class DDPAgain(DDP):
+    """The same once more: beside DDP in one run it says what noise looks like."""
+
+
+class TorchZero1(DDP):
+    """DistributedDataParallel whose AdamW states are split by whole parameters (ZeRO-1)."""
+
+    def __init__(self, config: GPTConfig, args: Any) -> None:
+        super().__init__(config, args)
+        split: Any = ZeroRedundancyOptimizer(
+            self.model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, fused=True, **ADAM
+        )
+        self.optimizers = [split]
+
+
 class FSDP2(DDP):
     """fully_shard on every block and the rest; parameters are freed after the forward (ZeRO-3)."""
+
+    reshard = True
 
     def wrap(self, model: Any) -> nn.Module:
         self.loss_ranks = list(range(self.size))
         mesh = init_device_mesh("cpu", (self.size,))
         for module in (*model.blocks.values(), model):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, reshard_after_forward=self.reshard)
         return model
+
+
+class FSDP2Keep(FSDP2):
+    """The same without reshard: parameters stay gathered until the backward has used them (ZeRO-2)."""
+
+    reshard = False
 
 
 class TP(Single):
@@ -229,6 +253,7 @@ class ComposedSequence(Composed):
 
 
 PEERS = {
-    "single": Single, "ddp": DDP, "fsdp2": FSDP2, "dtensor_tp": TP, "dtensor_tp_sp": TPSequence,
+    "single": Single, "ddp": DDP, "ddp_again": DDPAgain, "torch_zero1": TorchZero1, "fsdp2": FSDP2,
+    "fsdp2_keep": FSDP2Keep, "dtensor_tp": TP, "dtensor_tp_sp": TPSequence,
     "torch_gpipe": PipelineGPipe, "torch_1f1b": Pipeline, "torch_3d": Composed, "torch_3d_sp": ComposedSequence,
 }  # fmt: skip

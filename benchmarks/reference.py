@@ -42,6 +42,13 @@ class GPTConfig:
         return 6 * (self.n_layer * 12 * c * c + self.vocab * c) + 6 * self.n_layer * self.seq_len * c
 
 
+PRESETS = {
+    "tiny": GPTConfig(2, 64, 4, 64, 512),  # to try the benchmarks themselves
+    "small": GPTConfig(),
+    "base": GPTConfig(12, 512),  # 42 M parameters: with one sequence a rank, communication weighs
+}
+
+
 class Attention(nn.Module):
     """x [b s h] -> [b s h], of as many heads as `qkv` holds."""
 

@@ -1,16 +1,19 @@
-"""threed beside torch-native peers: tokens/s, bytes moved, peak memory, on one machine. See `docs/performance.md`.
+"""threed beside its peers: tokens/s, CPU time, bytes moved, peak memory, on one machine. See `docs/performance.md`.
 
-    python benchmarks/run.py                     # everything: about 20 minutes on 2 cores
-    python benchmarks/run.py --quick             # fewer rounds, time only
-    python benchmarks/run.py --pairs tp2 tp2_sp  # some pairs
+    python benchmarks/run.py                                         # every suite: about an hour and a half on 2 cores
+    python benchmarks/run.py --suites zero                           # ZeRO beside DDP, FSDP2, torch, DeepSpeed
+    python benchmarks/run.py --suites zero --only ddp threed_zero2   # two engines of it
+    python benchmarks/run.py --quick                                 # fewer rounds, time only
+    python benchmarks/run.py --show benchmarks/results/X.jsonl       # the tables of a former run
 
-Each pair runs interleaved in one process group, whenever the machine is quiet; then each of its engines runs alone for
-memory and bytes. Raw records go to benchmarks/results/<time>.jsonl, a Markdown table to the terminal.
+The engines of a suite (`benchmarks/suites.py`) run in turn in one process group, whenever the machine is quiet; then
+each runs alone for memory and bytes. Records go to benchmarks/results/<time>.jsonl, Markdown tables to the terminal.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -20,47 +23,59 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# name: ranks, peer, threed
-PAIRS = {
-    "dp2": (2, "ddp", "threed"),
-    "dp2_fsdp2": (2, "fsdp2", "threed"),
-    "tp2": (2, "dtensor_tp", "threed_tp"),
-    "tp2_sp": (2, "dtensor_tp_sp", "threed_tp_sp"),
-    "pp2": (2, "torch_1f1b", "threed_1f1b"),
-    "pp2_gpipe": (2, "torch_gpipe", "threed_gpipe"),
-    "2x2x2": (8, "torch_3d", "threed_3d"),
-    "2x2x2_sp": (8, "torch_3d_sp", "threed_3d_sp"),
-}
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.suites import STAGES, SUITES, Suite, wire_mib  # noqa: E402
+
 PARITY = 1e-5  # relative difference of the losses of the first steps
 
 
-def measure(ranks: int, arguments: list[str]) -> dict[str, Any]:
-    """Runs the worker on so many ranks and reads its record; RuntimeError with its last words when it fails."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [*launch, "-m", "benchmarks.worker", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+def measure(suite: Suite, engines: list[str], flags: list[str]) -> dict[str, Any]:
+    """Runs the worker on the suite's ranks and reads its record; RuntimeError with its last words when it fails."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(suite.ranks)]
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja, for what is compiled
+    environment = {**os.environ, "PATH": tools, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [*launch, "-m", "benchmarks.worker", "--engines", *engines, *suite.options, *flags]
+    environment["PYTHONWARNINGS"] = "ignore"
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if not records:
-        raise RuntimeError(f"worker {' '.join(arguments)} failed:\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"worker {' '.join(engines)} failed:\n{done.stderr[-3000:]}")
     if "error" in records[-1]:
         raise RuntimeError(records[-1]["error"])
     return dict(records[-1])
 
 
-def run_pair(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A pair's record, then those of its engines alone."""
-    ranks, *engines = PAIRS[name]
-    options = ["--quiet", str(args.quiet), "--patience", str(args.patience)]
-    options += ["--torch-matmul"] if args.torch_matmul else []
-    rounds = ["--rounds", str(3 if args.quick else args.rounds)]
-    records = [measure(ranks, ["--engine", engines[0], "--vs", engines[1], *rounds, *options])]
-    if records[0]["loss_difference"] > PARITY:
-        raise RuntimeError(f"{name}: the two engines do not train the same thing: losses {records[0]['losses']}")
+def chosen(suite: Suite, args: argparse.Namespace) -> list[str]:
+    """The suite's engines that are asked for and can run here, those left out said aloud."""
+    names = [name for name in suite.engines if not args.only or name in args.only]
+    if importlib.util.find_spec("deepspeed") is None:
+        missing = [name for name in names if name.startswith("deepspeed")]
+        if missing:
+            print(f"left out, as DeepSpeed is not installed: {' '.join(missing)}", file=sys.stderr)
+        names = [name for name in names if name not in missing]
+    if not names:
+        raise RuntimeError(f"none of {' '.join(suite.engines)} is left")
+    return names
+
+
+def run_suite(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A suite's interleaved record, then those of its engines alone."""
+    suite, names = SUITES[name], chosen(SUITES[name], args)
+    flags = ["--quiet", str(args.quiet), "--patience", str(args.patience)]
+    flags += ["--torch-matmul"] if args.torch_matmul else []
+    flags += ["--preset", args.preset] if args.preset else []
+    records = []
+    if len(names) > 1 and not args.memory_only:
+        rounds = 3 if args.quick else args.rounds
+        records = [measure(suite, names, [*flags, "--rounds", str(rounds)])]
+        for engine, found in records[0]["results"].items():
+            if not found["loss_difference"] <= PARITY:
+                raise RuntimeError(f"{engine} does not train what {names[0]} trains: losses {found['losses']}")
     if not args.quick:
-        records += [measure(ranks, ["--engine", engine, *options]) for engine in engines]
-    return [{"pair": name, **record} for record in records]
+        records += [measure(suite, [engine], [*flags, "--warmup", "3"]) for engine in names]
+    return [{"suite": name, **record} for record in records]
 
 
 def heading(columns: str) -> list[str]:
@@ -69,53 +84,86 @@ def heading(columns: str) -> list[str]:
     return [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    """The records as Markdown."""
-    lines = heading(
-        "pair, peer, threed, peer tokens/s, threed tokens/s, ratio, 95 %, CPU ms a step, losses differ by, rounds"
-    )
-    for r in (r for r in records if "b" in r):
-        lines.append(
-            f"| {r['pair']} | {r['a']} | {r['b']} | {r['tokens_per_s'][0]:.0f} | {r['tokens_per_s'][1]:.0f}"
-            f" | **{r['b_over_a']:.2f}** | {r['interval'][0]:.2f} – {r['interval'][1]:.2f}"
-            f" | {r['cpu_ms'][0]:.0f}, {r['cpu_ms'][1]:.0f} | {r['loss_difference']:.0e} | {r['rounds']} |"
-        )
-    alone = {(r["engine"], r["world"]): r for r in records if "b" not in r}
-    if alone:
-        lines += ["", *heading("engine, ranks, peak MiB a rank, loopback MiB a step, counted MiB a step")]
-    for r in alone.values():
+def line(record: dict[str, Any], engine: str, *cells: str) -> str:
+    """A line of a table, which begins with what ran."""
+    return f"| {record['suite']} | {record['world']} | {engine} | {STAGES.get(engine, '–')} | {' | '.join(cells)} |"
+
+
+def speed_table(records: list[dict[str, Any]]) -> list[str]:
+    """Time, one line an engine; ratios are to the first engine of the suite."""
+    columns = "suite, ranks, engine, ZeRO stage, tokens/s, speed ratio, 95 %, CPU ms a token, CPU ratio, CPU 95 %"
+    lines = heading(f"{columns}, losses differ by, rounds")
+    for record in records:
+        for engine, r in record["results"].items():
+            speed, cpu = (f"{low:.3f}–{high:.3f}" for low, high in (r["speed_interval"], r["cpu_interval"]))
+            lines.append(line(
+                record, engine, f"{r['tokens_per_s']:,.0f}", f"**{r['speed']:.3f}**", speed,
+                f"{1e3 * r['cpu_s_per_token']:.3f}", f"{r['cpu']:.3f}", cpu,
+                f"{r['loss_difference']:.0e}", str(record["rounds"]),
+            ))  # fmt: skip
+    return lines
+
+
+def memory_table(records: list[dict[str, Any]]) -> list[str]:
+    """Memory of the fullest rank and bytes of all ranks, one line an engine."""
+    columns = "suite, ranks, engine, ZeRO stage, peak RSS above base MiB, peak of live tensors MiB"
+    lines = heading(f"{columns}, live between steps MiB, loopback MiB a step, formula MiB, ratio, counted MiB a step")
+    for r in records:
+        (engine,) = r["engines"]
+        memory = [f"{max(r[key]):.0f}" for key in ("peak_mib", "live_peak_mib", "live_mib")]
+        formula = wire_mib(STAGES[engine], r["parameters"], r["world"]) if engine in STAGES else None
+        wire = [f"{formula:.1f}", f"{r['loopback_mib'] / formula:.3f}"] if formula else ["–", "–"]
         counted = ", ".join(f"{axis} {mib:.1f}" for axis, mib in r["counted_mib"].items() if mib >= 0.05) or "–"
-        peak = f"{min(r['peak_rss_mib'])} – {max(r['peak_rss_mib'])}"
-        lines.append(f"| {r['engine']} | {r['world']} | {peak} | {r['loopback_mib']:.1f} | {counted} |")
-    return "\n".join(lines)
+        lines.append(line(r, engine, *memory, f"{r['loopback_mib']:.1f}", *wire, counted))
+    return lines
+
+
+def tables(records: list[dict[str, Any]]) -> str:
+    """The records as Markdown."""
+    together, alone = ([r for r in records if ("results" in r) is kind] for kind in (True, False))
+    lines = speed_table(together) if together else []
+    return "\n".join([*lines, "", *memory_table(alone)] if alone else lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES), metavar="SUITE")
+    parser.add_argument(
+        "--only", nargs="+", metavar="ENGINE", help="of each suite, these engines; the first is the base"
+    )
+    parser.add_argument("--quick", action="store_true", help="3 rounds; no memory or bytes")
+    parser.add_argument("--memory-only", action="store_true", help="no times: memory and bytes of each engine")
+    parser.add_argument("--torch-matmul", action="store_true", help="threed multiplies as peers do, never by oneDNN")
+    parser.add_argument("--preset", help="another model than the suite's: tiny, small or base")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--quiet", type=float, default=0.12, help="cores that others may use during a step")
+    parser.add_argument("--patience", type=float, default=900, help="seconds after which nothing disturbed is repeated")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of a former run's records")
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
-    parser.add_argument("--quick", action="store_true", help="3 rounds a pair; no memory or bytes")
-    parser.add_argument("--torch-matmul", action="store_true", help="threed multiplies as peers do, never by oneDNN")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--quiet", type=float, default=0.12, help="cores that others may use during a step")
-    parser.add_argument("--patience", type=float, default=600, help="seconds a pair may spend waiting for others")
-    args = parser.parse_args()
+    args = parse()
+    if args.show:
+        print(tables([json.loads(line) for line in args.show.read_text().splitlines()]))
+        return
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
     path = results / f"{datetime.now(UTC):%Y-%m-%d-%H%M%S}.jsonl"
     records: list[dict[str, Any]] = []
-    for name in args.pairs:
+    for name in args.suites:
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
-            found = run_pair(name, args)
+            found = run_suite(name, args)
         except RuntimeError as error:
             print(f"{name}: {error}", file=sys.stderr)
             continue
         records += found
         with path.open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in found)
-    print(table(records))
+    print(tables(records))
     print(f"\nrecords: {path}")
-    sys.exit(len({record["pair"] for record in records}) < len(args.pairs))
+    sys.exit(len({record["suite"] for record in records}) < len(args.suites))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """One rank of a measurement; `benchmarks/run.py` starts it under torchrun. Rank 0 prints one line of JSON.
 
-    torchrun --nproc-per-node 2 -m benchmarks.worker --engine threed_tp                  # one engine: memory, bytes
-    torchrun --nproc-per-node 2 -m benchmarks.worker --engine dtensor_tp --vs threed_tp  # two: time, A B B A A B ...
+    torchrun --nproc-per-node 2 -m benchmarks.worker --engines threed_tp              # one engine: memory and bytes
+    torchrun --nproc-per-node 2 -m benchmarks.worker --engines ddp fsdp2 threed_zero3 # several: time, in turn
 
-A step's time is that of its slowest rank. It counts only if processes other than ours used less than `--quiet` cores
-meanwhile; a round with too few such steps is repeated.
+Several engines train in turn in one process group, a block of steps each; every round begins with another of them. A
+step's time is that of its slowest rank, its CPU time that of all threads of all ranks. It counts only if processes
+other than ours used less than `--quiet` cores meanwhile; a block with too few such steps is run again at once.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import host, reference
+from benchmarks import host, memory, reference
 from benchmarks.engines import ENGINES, Engine
 from threed.ops import matmul
 
 Step = tuple[float, float, float]  # seconds, cores that other processes used, CPU seconds of all ranks
+Batch = tuple[Tensor, Tensor]
 
 
 def gather(value: Any) -> list[Any]:
@@ -40,13 +42,23 @@ def gather(value: Any) -> list[Any]:
     return found
 
 
-def global_loss(engine: Engine, loss: Tensor | None) -> float:
-    """The mean over the ranks that hold a loss."""
-    mine = float(loss) if loss is not None and dist.get_rank() in engine.loss_ranks else None
-    return statistics.mean(value for value in gather(mine) if value is not None)
+def load(name: str) -> None:
+    """Imports what an engine needs beyond torch, which is no state of the engine's."""
+    getattr(ENGINES[name], "load", lambda: None)()
 
 
-def timed(engine: Engine, batches: list[tuple[Tensor, Tensor]]) -> list[Step]:
+def warm(engine: Engine, batches: list[Batch]) -> list[float]:
+    """Runs the batches; the global loss of each: the mean over the ranks that hold one."""
+    losses = []
+    for batch in batches:
+        loss = engine.step(*batch)
+        mine = float(loss) if loss is not None and dist.get_rank() in engine.loss_ranks else None
+        losses.append(statistics.mean(value for value in gather(mine) if value is not None))
+    engine.finish()
+    return losses
+
+
+def timed(engine: Engine, batches: list[Batch]) -> list[Step]:
     """Runs the batches. Ranks start together and then run free, as in training."""
     dist.barrier()
     stamps = [host.stamp()]
@@ -63,16 +75,11 @@ def timed(engine: Engine, batches: list[tuple[Tensor, Tensor]]) -> list[Step]:
     return steps
 
 
-def meet_when_quiet(cores: float, end: float) -> None:
-    """All ranks go on together once nobody uses the cores."""
+def meet_when_quiet(cores: float, end: float) -> bool:
+    """All ranks go on together once nobody uses the cores; whether it is still before `end`, by rank 0's clock."""
     if dist.get_rank() == 0:
         host.wait_until_quiet(cores, end)
-    dist.barrier()
-
-
-def quiet(steps: list[Step], limit: float) -> list[Step]:
-    """The steps during which others kept quiet."""
-    return [step for step in steps if step[1] <= limit]
+    return bool(gather(time.monotonic() < end)[0])
 
 
 def median_ms(steps: list[Step], field: int = 0) -> float:
@@ -81,11 +88,16 @@ def median_ms(steps: list[Step], field: int = 0) -> float:
 
 
 def run_one(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str, Any]:
-    """Memory, bytes and losses of one engine."""
-    engine = ENGINES[args.engine](config, args)
+    """Memory and bytes of one engine."""
+    (name,) = args.engines
+    load(name)
+    gc.collect()
+    base = host.resident_mib()
+    host.reset_peak()
+    engine = ENGINES[name](config, args)
+    built = host.peak_mib() - base
     batches = reference.batches(config, args.warmup + args.steps, args.batch)
-    losses = [global_loss(engine, engine.step(*batch)) for batch in batches[: args.warmup]]
-    engine.finish()
+    losses = warm(engine, batches[: args.warmup])
     gc.collect()
     host.reset_peak()
     meet_when_quiet(args.quiet, time.monotonic() + args.patience)
@@ -94,48 +106,79 @@ def run_one(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str, 
     dist.barrier()
     per_step = (host.loopback_bytes() - sent) / len(steps)
     mine = {axis: (now - counted.get(axis, 0)) / len(steps) for axis, now in getattr(engine, "traffic", {}).items()}
-    rows = gather(mine)
-    good = quiet(steps, args.quiet)
+    peak, traffic = host.peak_mib() - base, gather(mine)
+    live = memory.live_mib()
+    live_peak = memory.peak_mib(lambda: (engine.step(*batches[-1]), engine.finish()))
     return {
-        "losses": losses,
-        "step_ms": median_ms(good or steps),
-        "cpu_ms": median_ms(good or steps, 2),
-        "kept": f"{len(good)}/{len(steps)}",
-        "loopback_mib": per_step / 2**20,
-        "counted_mib": {axis: sum(row.get(axis, 0) for row in rows) / 2**20 for axis in rows[0]},
-        "peak_rss_mib": [round(peak) for peak in gather(host.peak_mib())],
+        "losses": losses, "step_ms": median_ms(steps), "cpu_ms": median_ms(steps, 2), "loopback_mib": per_step / 2**20,
+        "counted_mib": {axis: sum(row.get(axis, 0) for row in traffic) / 2**20 for axis in traffic[0]},
+        "base_rss_mib": gather(base), "build_mib": gather(built), "peak_mib": gather(peak),
+        "live_mib": gather(live), "live_peak_mib": gather(live_peak),
+    }  # fmt: skip
+
+
+def block(engine: Engine, batches: list[Batch], quiet: float, end: float) -> list[Step] | None:
+    """The undisturbed steps of a block of which at least half are; None when there was none before `end`."""
+    while True:
+        steps = [step for step in timed(engine, batches) if step[1] <= quiet]
+        if len(steps) >= (len(batches) + 1) // 2:
+            return steps
+        if not meet_when_quiet(quiet, end):
+            return None
+
+
+def run_rounds(engines: dict[str, Engine], batches: list[Batch], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rounds: each engine's steps by name. Raises RuntimeError when patience ends before the first is whole."""
+    names, end = list(engines), time.monotonic() + args.patience
+    rounds: list[dict[str, Any]] = []
+    meet_when_quiet(args.quiet, end)
+    while len(rounds) < args.rounds:
+        first = len(rounds) % len(names)
+        order = names[first:] + names[:first]
+        found: dict[str, Any] = {}
+        for name in order:
+            found[name] = block(engines[name], batches, args.quiet, end)
+            if found[name] is None:
+                if not rounds:
+                    raise RuntimeError("disturbed: other processes use the cores; wait, or raise --quiet or --patience")
+                return rounds
+        rounds.append(found)
+    return rounds
+
+
+def run_several(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str, Any]:
+    """Engines in turn in one process group; each one's speed and CPU time against the first's, by round."""
+    engines: dict[str, Engine] = {}
+    for name in args.engines:
+        load(name)
+        engines[name] = ENGINES[name](config, args)
+    batches = reference.batches(config, args.warmup + args.steps, args.batch)
+    losses = {name: warm(engine, batches[: args.warmup]) for name, engine in engines.items()}
+    gc.collect()
+    gc.freeze()  # what idle engines hold must not slow the collections of the one that runs
+    rounds = run_rounds(engines, batches[args.warmup :], args)
+    return {
+        "rounds": len(rounds),
+        "results": {name: summary(name, args, config, rounds, losses) for name in args.engines},
     }
 
 
-def run_pair(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str, Any]:
-    """Two engines in turn in one process group; the ratio of their times by round."""
-    names = [args.engine, args.vs]
-    engines = [ENGINES[name](config, args) for name in names]
-    batches = reference.batches(config, args.warmup + args.steps, args.batch)
-    losses = [[global_loss(e, e.step(*batch)) for batch in batches[: args.warmup]] for e in engines]
-    kept: list[list[Step]] = [[], []]
-    ratios: list[float] = []
-    ran, end = 0, time.monotonic() + args.patience
-    while len(ratios) < args.rounds and (ran < args.rounds or time.monotonic() < end):
-        meet_when_quiet(args.quiet, end)
-        got: dict[int, list[Step]] = {}
-        for k in (0, 1) if ran % 2 == 0 else (1, 0):
-            got[k] = quiet(timed(engines[k], batches[args.warmup :]), args.quiet)
-        ran += 1
-        if min(map(len, got.values())) < (args.steps + 1) // 2:
-            continue
-        for k in got:
-            kept[k] += got[k]
-        ratios.append(median_ms(got[0]) / median_ms(got[1]))
-    if not ratios:
-        raise RuntimeError(f"{ran} rounds, all disturbed: other processes use the cores; wait, or raise --quiet")
-    tokens = args.batch * config.seq_len
+def summary(
+    name: str, args: argparse.Namespace, config: reference.GPTConfig, rounds: list[dict[str, Any]], losses: Any
+) -> dict[str, Any]:
+    """One engine's figures, and their ratios to the first engine's: speed over speed, CPU time over CPU time."""
+    first, tokens = args.engines[0], args.batch * config.seq_len
+    mine = [step for found in rounds for step in found[name]]
+    speed = [median_ms(found[first]) / median_ms(found[name]) for found in rounds]
+    cpu = [median_ms(found[name], 2) / median_ms(found[first], 2) for found in rounds]
     return {
-        "a": names[0], "b": names[1], "rounds": f"{len(ratios)}/{ran}", "ratios": ratios,
-        "tokens_per_s": [1e3 * tokens / median_ms(steps) for steps in kept],
-        "step_ms": [median_ms(steps) for steps in kept], "cpu_ms": [median_ms(steps, 2) for steps in kept],
-        "b_over_a": statistics.median(ratios), "interval": bootstrap(ratios),
-        "losses": [row[-1] for row in losses], "loss_difference": largest_difference(*losses),
+        "step_ms": median_ms(mine), "tokens_per_s": 1e3 * tokens / median_ms(mine),
+        "cpu_s_per_token": median_ms(mine, 2) / 1e3 / tokens,
+        "round_ms": [median_ms(found[name]) for found in rounds],
+        "round_cpu_ms": [median_ms(found[name], 2) for found in rounds],
+        "speed": statistics.median(speed), "speed_interval": bootstrap(speed),
+        "cpu": statistics.median(cpu), "cpu_interval": bootstrap(cpu),
+        "losses": losses[name], "loss_difference": largest_difference(losses[first], losses[name]),
     }  # fmt: skip
 
 
@@ -155,14 +198,16 @@ def largest_difference(a: list[float], b: list[float]) -> float:
 def parse() -> argparse.Namespace:
     """The worker's own flags; `run.py` passes them on."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", required=True, choices=sorted(ENGINES))
-    parser.add_argument("--vs", choices=sorted(ENGINES), help="interleave with this engine")
+    parser.add_argument("--engines", nargs="+", required=True, choices=sorted(ENGINES), metavar="ENGINE")
+    parser.add_argument("--preset", choices=reference.PRESETS, default="small", help="shapes of the model")
     parser.add_argument("--batch", type=int, default=8, help="global batch in sequences")
     parser.add_argument("--microbatches", type=int, default=4, help="of a pipeline")
     parser.add_argument("--warmup", type=int, default=6, help="steps before timing, whose losses are compared")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps a round")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps a block")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--patience", type=float, default=600, help="seconds that may go into waiting and repeating")
+    parser.add_argument(
+        "--patience", type=float, default=900, help="seconds after which no disturbed block is repeated"
+    )
     parser.add_argument("--quiet", type=float, default=0.12, help="cores that other processes may use during a step")
     parser.add_argument("--torch-matmul", action="store_true", help="threed multiplies as peers do, never by oneDNN")
     return parser.parse_args()
@@ -170,21 +215,24 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    answer = os.dup(1)
+    os.dup2(2, 1)  # some engines talk on stdout, which is for the record
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if args.torch_matmul:
         matmul._onednn_is_faster = lambda: False  # type: ignore[assignment]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    config = reference.PRESETS[args.preset]
     try:
-        result = (run_pair if args.vs else run_one)(args, reference.GPTConfig())
+        found = (run_several if len(args.engines) > 1 else run_one)(args, config)
     except Exception as error:
         traceback.print_exc()
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+        os.write(answer, (json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n").encode())
         os._exit(1)
+    run = {"world": dist.get_world_size(), "parameters": config.parameters, "torch": torch.__version__}
     if dist.get_rank() == 0:
-        run = {"engine": args.engine, "world": dist.get_world_size(), "torch_matmul": args.torch_matmul}
-        print(json.dumps({**run, "torch": torch.__version__, **result}))
+        os.write(answer, (json.dumps({**vars(args), **run, **found}) + "\n").encode())
     sys.stdout.flush()
     dist.barrier()
     os._exit(0)  # engines differ in how they leave; nothing is left to wait for

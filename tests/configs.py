@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from threed import models
+from threed.checkpoint import native
 from threed.config import Config, resolve
-from threed.engine import Engine
+from threed.engine import Engine, StepMetrics
 from threed.layers import Slicing
 from threed.topology import Topology
 
@@ -34,6 +35,8 @@ class Case:
     dropout: float = 0.0
     dtype: str = "fp64"
     bucket_mib: float = 64.0
+    shard: int | str = "all"
+    prefetch: int = 1
     layers: int = 5
     partition: str = "balanced"
 
@@ -51,7 +54,7 @@ class Case:
     def truth(self) -> Case:
         """The same training on one process in one micro-batch."""
         single = replace(self, pp=1, dp=1, tp=1, sequence=False, zero=0, schedule="1f1b", microbatches=1)
-        return replace(single, microbatches=-self.rows, bucket_mib=64.0, partition="balanced")
+        return replace(single, microbatches=-self.rows, bucket_mib=64.0, partition="balanced", shard="all", prefetch=1)
 
 
 MODELS = {
@@ -71,7 +74,10 @@ def config_of(case: Case) -> Config:
             "tp": case.tp, "pp": case.pp, "sequence": case.sequence, "schedule": case.schedule,
             "partition": case.partition,
         },
-        "zero": {"stage": case.zero, "bucket_mib": case.bucket_mib},
+        "zero": {
+            "stage": case.zero, "bucket_mib": case.bucket_mib, "shard_size": case.shard, "prefetch": case.prefetch,
+            "resident": 0,  # slice everything: the default keeps parameters as small as these whole
+        },
         "precision": {"dtype": case.dtype},
         "model": {"layers": case.layers, "hidden": 32, "seq": SEQ, "dropout": case.dropout, **MODELS[case.model]},
         "train": {"global_batch": rows, "micro_batch": rows // case.dp // count, "steps": 10, "grad_clip": 0.5},
@@ -113,11 +119,12 @@ def engine_of(config: Config, **keywords: object) -> Engine:
 
 @dataclass
 class Result:
-    """What a few steps gave: losses, gradient norms, and every weight (on rank 0)."""
+    """What a few steps gave: losses, gradient norms, and every weight and moment (on rank 0)."""
 
     losses: list[float]
     norms: list[float]
     weights: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]]
 
 
 def train(case: Case, **keywords: object) -> Result:
@@ -126,4 +133,11 @@ def train(case: Case, **keywords: object) -> Result:
     engine = engine_of(config, **keywords)
     rows = config.train.global_batch
     metrics = [engine.step(share(batch(step, rows), engine.topology)) for step in range(STEPS)]
-    return Result([m.loss for m in metrics], [m.grad_norm for m in metrics], engine.full_state_dict())
+    return result_of(engine, metrics)
+
+
+def result_of(engine: Engine, metrics: list[StepMetrics]) -> Result:
+    """What an engine holds after these steps."""
+    parts = engine.optimizer.rule.parts
+    moments = {part: native.collect(engine.optimizer, engine.topology, part) for part in parts}
+    return Result([m.loss for m in metrics], [m.grad_norm for m in metrics], engine.full_state_dict(), moments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import subprocess
 import sys
@@ -15,17 +16,27 @@ from hypothesis import strategies as st
 
 from threed.arguments import GROUPS, format_problems, help_text, load, load_checked, to_toml
 from threed.checks import REFUSALS, find_problems
-from threed.config import Config, ConfigError, derive_dp, key_name, python_name, resolve
+from threed.config import (
+    Config,
+    ConfigError,
+    OptimConfig,
+    ParamGroup,
+    RunConfig,
+    derive_dp,
+    key_name,
+    python_name,
+    resolve,
+)
 
 PRESETS = Path(__file__).resolve().parents[1] / "pretrain" / "presets"
 CONTRACT = {
     "parallel": "tp pp cp ep dp sequence schedule chunks partition",
-    "zero": "stage bucket-mib shard-size offload-optimizer offload-params nvme-path prefetch tile",
+    "zero": "stage bucket-mib shard-size offload-optimizer offload-params nvme-path prefetch resident tile",
     "recompute": "mode every partition offload arena",
     "precision": "dtype grad-dtype reduce-dtype loss-scale",
     "model": "layers hidden heads kv-heads head-dim ffn vocab seq dropout tied",
     "train": "steps stop-after global-batch micro-batch seed eval-every grad-clip",
-    "optim": "name lr min-lr warmup schedule betas eps weight-decay",
+    "optim": "name lr min-lr warmup schedule betas momentum eps weight-decay groups",
     "data": "path tokenizer split",
     "checkpoint": "every keep async resume export-hf",
     "log": "every wandb project profile-steps",
@@ -71,6 +82,7 @@ def test_defaults_of_the_contract() -> None:
         "1f1b",
     )
     assert (config.zero.stage, config.zero.bucket_mib, config.zero.shard_size) == (1, 64.0, "all")
+    assert (config.zero.resident, config.optim.momentum, config.optim.groups) == (65536, 0.9, ())
     assert (config.optim.betas, config.data.split, config.checkpoint.resume) == ((0.9, 0.95), 0.05, "auto")
     assert find_problems(config, 1) == []
 
@@ -163,6 +175,12 @@ import threed.config, threed.checks, threed.arguments"""
         ("--zero.stage 4", ["--zero.stage 4", "3"]),
         ("--zero.shard-size half", ["all or a positive whole number"]),
         ("--precision.loss-scale -2", ["dynamic or a positive number"]),
+        ("--precision.loss-scale 0", ["dynamic or a positive number"]),
+        ("--zero.resident -1", ["greater than or equal to 0"]),
+        ("--optim.momentum 1", ["--optim.momentum 1", "less than 1"]),
+        ("--optim.name muon", ["orthogonalises whole matrices", "slices", "use adamw, sgd or lion"]),
+        ("--optim.name adam", ["must be adamw, sgd or lion", "did you mean adamw?"]),
+        ("--optim.name shampoo", ["must be adamw, sgd or lion"]),
         ("--log.profile-steps 5:3", ["first:last"]),
         ("--run.name a/b", ["plain folder name"]),
         ("--run.name ..", ["plain folder name"]),
@@ -261,7 +279,13 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
         ("--model.qk-norm true", 1, ["--model.arch llama"]),
         ("--model.rope-theta 1e6", 1, ["--model.rope-theta 1e+06", "--model.arch llama"]),
         ("--checkpoint.export-hf true --model.kv-heads 2", 1, ["--model.kv-heads 2", "--checkpoint.export-hf false"]),
-        ("--precision.reduce-dtype bf16", 1, ["with gradients in fp32", "--precision.reduce-dtype fp32"]),
+        ("--precision.loss-scale 8", 1, ["8 with --precision.dtype fp32", "only fp16", "--precision.dtype fp16"]),
+        ("--precision.loss-scale 0.5 --precision.dtype bf16", 1, ["0.5 with --precision.dtype bf16"]),
+        ("--zero.shard-size 3", 8, ["--zero.shard-size 3 does not divide dp 8", "use 1, 2, 4 or 8, or all"]),
+        ("--zero.shard-size 8 --parallel.tp 2 --zero.stage 3", 8, ["does not divide dp 4", "1, 2 or 4, or all"]),
+        ("--zero.shard-size 2 --zero.stage 0", 8, ["nothing is sliced", "--zero.shard-size all", "--zero.stage 1"]),
+        ("--zero.shard-size 3 --zero.stage 0", 8, ["nothing is sliced"]),
+        ("--zero.shard-size 3 --parallel.tp 3 --model.heads 6 --model.hidden 96 --model.seq 96", 8, ["world size 8"]),
     ],
 )
 def test_an_impossible_combination_is_refused_with_its_fix(line: str, world: int, parts: list[str]) -> None:
@@ -283,6 +307,12 @@ def test_an_impossible_combination_is_refused_with_its_fix(line: str, world: int
         ("--precision.dtype fp64 --precision.reduce-dtype fp64", 1),
         ("--precision.dtype bf16 --precision.grad-dtype bf16 --precision.reduce-dtype bf16", 1),
         ("--zero.stage 0 --parallel.schedule gpipe --parallel.chunks 1", 8),
+        ("--zero.stage 2 --zero.shard-size 2 --zero.bucket-mib 1", 8),
+        ("--zero.stage 3 --zero.shard-size 4 --zero.prefetch 3 --zero.resident 0 --parallel.tp 2", 8),
+        ("--precision.dtype fp16 --precision.loss-scale 128 --precision.grad-dtype fp16", 1),
+        ("--precision.dtype fp16 --precision.reduce-dtype bf16", 1),
+        ("--optim.name sgd --optim.momentum 0", 1),
+        ("--optim.name lion --optim.betas 0.9,0.99", 1),
     ],
 )
 def test_what_works_is_not_refused(line: str, world: int) -> None:
@@ -292,12 +322,10 @@ def test_what_works_is_not_refused(line: str, world: int) -> None:
 @pytest.mark.parametrize(
     "line",
     """--parallel.cp 2|--parallel.ep 2|--parallel.schedule zb-h1|--parallel.chunks 2|--parallel.partition measured
-    --zero.stage 2|--zero.stage 3|--zero.shard-size 2|--zero.offload-optimizer cpu|--zero.offload-params nvme
-    --zero.nvme-path /mnt|--zero.prefetch 2|--zero.tile 4|--recompute.mode full|--recompute.every 2
-    --recompute.partition true|--recompute.offload cpu|--recompute.arena true|--precision.dtype fp16
-    --precision.dtype fp8|--precision.loss-scale 8|--optim.name lion|--checkpoint.async true""".replace(
-        "\n", "|"
-    ).split("|"),
+    --zero.offload-optimizer cpu|--zero.offload-params nvme|--zero.nvme-path /mnt
+    --zero.tile 4|--recompute.mode full|--recompute.every 2
+    --recompute.partition true|--recompute.offload cpu|--recompute.arena true
+    --precision.dtype fp8|--checkpoint.async true""".replace("\n", "|").split("|"),
 )
 def test_a_feature_that_is_not_there_is_refused_by_name(line: str) -> None:
     flag, value = line.split()
@@ -328,6 +356,109 @@ def test_vocabulary_smaller_than_the_tokenizers() -> None:
     (text,) = find_problems(read("--model.vocab 200"), 1, tokenizer_vocab=260)
     assert "--model.vocab 260" in text
     assert find_problems(read("--model.vocab 300"), 1, tokenizer_vocab=260) == []
+
+
+# Parameter groups
+
+
+def groups_of(text: str) -> tuple[ParamGroup, ...]:
+    return load(["--optim.groups", text], presets=PRESETS)[0].optim.groups
+
+
+def test_groups_of_a_flag() -> None:
+    first = ParamGroup(match="embedding.*", lr=1e-4, weight_decay=0.0)
+    second = ParamGroup(match="*.bias", weight_decay=0.5)
+    assert groups_of("embedding.*: lr=1e-4, weight-decay=0; *.bias: weight_decay=.5") == (first, second)
+    assert groups_of(" *.bias :weight-decay = 0.5;embedding.*:weight-decay=0,lr=1e-4; ") == (second, first)
+    assert groups_of("blocks.[0-3].*: lr=none") == (ParamGroup(match="blocks.[0-3].*"),)
+    assert groups_of("none") == ()
+
+
+def test_groups_of_a_file_and_of_python(tmp_path: Path) -> None:
+    expected = (ParamGroup(match="embedding.*", lr=1e-4, weight_decay=0.0), ParamGroup(match="*.bias", lr=2.0))
+    forms = [
+        '[optim]\ngroups = ["embedding.*: lr=1e-4, weight-decay=0", "*.bias: lr=2"]\n',
+        '[optim]\ngroups = "embedding.*: lr=1e-4, weight-decay=0; *.bias: lr=2"\n',
+        """[[optim.groups]]
+        match = "embedding.*"
+        lr = 1e-4
+        weight-decay = 0
+        [[optim.groups]]
+        match = "*.bias"
+        lr = 2
+        """,
+    ]
+    for number, text in enumerate(forms):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(text)
+        assert read(f"--config {path}").optim.groups == expected
+        assert read(f"--config {path} --optim.groups none").optim.groups == ()
+    assert OptimConfig(groups=expected).groups == expected
+    tables = [{"match": "embedding.*", "lr": 1e-4, "weight_decay": 0}, {"match": "*.bias", "lr": 2}]
+    config = Config.model_validate({"optim": {"groups": tables}})
+    assert config.optim.groups == expected
+    assert hash(config) == hash(Config(optim=OptimConfig(groups=expected)))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("embedding.*", ["'embedding.*' is no group", "pattern: lr=X, weight-decay=X"]),
+        ("*.bias:", ["'*.bias:' is no group"]),
+        (": lr=1", ["': lr=1' is no group"]),
+        ("a: lr=1; b", ["'b' is no group"]),
+        ("a: lr=1, b: lr=2", ["'a: lr=1, b' is no pattern", "separate groups by ;"]),
+        ("a: lr", ["'lr' of 'a: lr' is no setting"]),
+        ("a: lr=1,", ["'' of 'a: lr=1,' is no setting"]),
+        ("a: match=b", ["'match=b' of 'a: match=b' is no setting"]),
+        ("a: lr=1, lr=2", ["'a: lr=1, lr=2' says lr twice"]),
+        ("a: weight-decay=1, weight_decay=2", ["'a' says weight-decay twice"]),
+        ("a: lr=fast", ["lr of 'a' must be a number of at least 0, not fast"]),
+        ("a: lr=-1", ["lr of 'a' must be a number of at least 0, not -1"]),
+        ("a: weight-decay=nan", ["weight-decay of 'a' must be a number"]),
+        ("a: lr=inf", ["lr of 'a' must be a number"]),
+        ("a: betas=0", ["betas of 'a': no such setting; a group has lr and weight-decay"]),
+    ],
+)
+def test_a_bad_group_is_refused_with_its_fix(text: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        groups_of(text)
+    (found,) = caught.value.problems
+    for part in [f"--optim.groups {text}: ", *parts]:
+        assert part in found
+
+
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        ("3", "--optim.groups 3 (in "),
+        ("[3]", "3 is no group"),
+        ('["a: lr=1; b: lr=2"]', "'a: lr=1; b' is no pattern"),
+        ("[{ lr = 1 }]", "a group needs match"),
+        ('[{ match = "a", lr = true }]', "lr of 'a' must be a number"),
+        ('[{ match = "a", weigth-decay = 1 }]', "weigth-decay of 'a': no such setting"),
+        ('[{ match = "a", weight-decay = 1, weight_decay = 2 }]', "says weight-decay twice"),
+    ],
+)
+def test_a_bad_group_of_a_file_is_refused_with_its_fix(tmp_path: Path, value: str, part: str) -> None:
+    (tmp_path / "bad.toml").write_text(f"[optim]\ngroups = {value}\n")
+    assert part in problem(f"--config {tmp_path / 'bad.toml'}")
+
+
+rates = st.none() | st.floats(min_value=0, max_value=1e30)
+matches = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
+    lambda text: text.strip() != "" and not set(text) & set(":;")
+)
+
+
+@given(st.lists(st.builds(ParamGroup, match=matches, lr=rates, weight_decay=rates), max_size=3))
+def test_groups_round_trip(tmp_path_factory: pytest.TempPathFactory, groups: list[ParamGroup]) -> None:
+    config = resolve(Config(optim=OptimConfig(groups=tuple(groups)), run=RunConfig(name="x")), vocab=9, world_size=1)
+    file = tmp_path_factory.getbasetemp() / "groups.toml"
+    file.write_bytes(to_toml(config).encode())
+    assert read(f"--config {file}") == config
+    dumped = json.loads(json.dumps(config.model_dump(mode="json")))
+    assert Config.model_validate(dumped) == config
 
 
 # Derived values
@@ -425,6 +556,9 @@ def test_help_names_every_key_with_its_default() -> None:
     assert "--precision.dtype fp32|bf16|fp16|fp8|fp64" in text
     assert "--parallel.sequence true|false" in text
     assert "(default 77)" in text
+    assert "(default )" not in text
+    assert '--optim.groups "PATTERN: lr=X, weight-decay=X; …"' in text
+    assert "--optim.name adamw|sgd|lion" in text
     assert "llama-tiny" in text
     assert max(len(line) for line in text.splitlines() if "|" not in line) <= 90
 

@@ -23,7 +23,7 @@ SETTINGS = {
     "shape": SHAPES,
     "model": list(MODELS),
     "sequence": [True, False],
-    "zero": [0, 1],
+    "zero": [0, 1, 2, 3],
     "schedule": ["1f1b", "gpipe"],
     "microbatches": [1, 3, 8],
     "dropout": [0.0, 0.1],
@@ -80,10 +80,13 @@ def check(result: Result, truth: Result, case: Case) -> None:
     torch.testing.assert_close(torch.tensor(result.losses), torch.tensor(truth.losses), rtol=tolerance, atol=0.0)
     torch.testing.assert_close(torch.tensor(result.norms), torch.tensor(truth.norms), rtol=tolerance, atol=0.0)
     assert result.weights.keys() == truth.weights.keys()
-    for name, want in truth.weights.items():
-        torch.testing.assert_close(
-            result.weights[name], want, rtol=0.0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert result.moments.keys() == truth.moments.keys()
+    for part, tensors in {"weight": truth.weights, **truth.moments}.items():
+        got = {"weight": result.weights, **result.moments}[part]
+        for name, want in tensors.items():
+            torch.testing.assert_close(
+                got[name], want, rtol=0.0, atol=tolerance, msg=lambda m, n=name, p=part: f"{p} of {n}: {m}"
+            )
 
 
 def run_cases(cases: list[Case], truths: dict[Case, Result]) -> list[str]:

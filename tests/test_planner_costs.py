@@ -22,10 +22,12 @@ from threed.planner import (
     embedding_cost,
     fully_recomputed,
     head_cost,
+    sliced_parameters,
     stage_parameters,
     train_flops_per_token,
     transformer_costs,
 )
+from threed.topology import Axis
 
 GPT3 = Decoder(hidden=12288, heads=96, ffn=4 * 12288, vocab=51200, seq=2048, positions=2048, element_bytes=2)
 
@@ -196,8 +198,9 @@ DTYPES = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}
 
 
 def build_layers(dims: Decoder) -> dict[str, nn.Module]:
-    """The pipeline layers of these dimensions, on one rank."""
-    slicing, h = Slicing(), dims.hidden
+    """The pipeline layers of these dimensions, on their tensor rank."""
+    h = dims.hidden
+    slicing = Slicing(Axis("tp", tuple(range(dims.tensor)), dims.tensor_rank), dims.sequence)
     norm = RMSNorm if dims.norm == "rmsnorm" else LayerNorm
     attention = Attention(
         "a", h, dims.heads, slicing, kv_heads=dims.kv_heads or None, head_dim=dims.head_dim or None, bias=dims.bias,
@@ -242,6 +245,33 @@ def test_parameters_equal_those_of_the_layers(name: str) -> None:
     }
     for part, layer in build_layers(MODELS[name]).items():
         assert costs[part].parameters == sum(param.numel() for param in layer.parameters()), part
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_are_those_of_the_layers_parameters(name: str, tensor: int) -> None:
+    """On every tensor rank, where 4 share 2 kv heads, and where the vocabulary of 50 is cut unevenly."""
+    for rank in range(tensor):
+        dims = dataclasses.replace(MODELS[name], tensor=tensor, tensor_rank=rank)
+        costs = {"embedding": embedding_cost(dims), "block": block_cost(dims), "head": head_cost(dims)}
+        for part, layer in build_layers(dims).items():
+            sizes = sorted(param.numel() for param in layer.parameters())
+            assert sorted(costs[part].sizes) == sizes, part
+            assert costs[part].largest == sizes[-1]
+            assert costs[part].backward_reads == getattr(layer, "backward_reads_weights", True)
+            for resident in (0, sizes[0] + 1, sizes[-1], sizes[-1] + 1):
+                assert costs[part].sliced(resident) == sum(size for size in sizes if size >= resident)
+
+
+def test_sliced_parameters_count_a_shared_table_once() -> None:
+    dims = Decoder(hidden=8, heads=2, ffn=16, vocab=50, seq=4, positions=4)
+    costs = transformer_costs(dims, 2)
+    assert sliced_parameters(costs, 0) == stage_parameters(costs)
+    weights = 8 * 24 + 8 * 8 + 2 * 8 * 16
+    assert sliced_parameters(costs, 64) == 2 * weights + 50 * 8
+    assert sliced_parameters(costs[:2], 33) == weights + 50 * 8
+    assert sliced_parameters(costs, 400) == 50 * 8
+    assert sliced_parameters(costs, 401) == 0
 
 
 @pytest.mark.parametrize("element_bytes", DTYPES)

@@ -30,26 +30,33 @@ def states(parameters: float, zero_stage: int, shards: int, param_bytes: int = 2
 
 
 def test_zero_figure_1_of_1910_02054() -> None:
-    """7.5 B parameters, N = 64, fp16 parameters and gradients, K = 12: 120 GB without ZeRO, 31.4 GB at stage 1."""
+    """7.5 B parameters, N = 64, fp16 parameters and gradients, K = 12: 120, 31.4, 16.6 and 1.9 GB."""
     assert states(7.5e9, 0, 64) == 120.0
-    assert states(7.5e9, 1, 64) == pytest.approx(31.4, abs=0.01)
+    for stage, gigabytes in ((1, 31.4), (2, 16.6), (3, 1.9)):
+        assert states(7.5e9, stage, 64) == pytest.approx(gigabytes, abs=0.05)
 
 
 @pytest.mark.parametrize(
     ("billions", "shards", "gigabytes"),
-    [(7.5, 1, 120), (7.5, 4, 52.5), (7.5, 16, 35.6), (7.5, 64, 31.4), (7.5, 256, 30.4), (7.5, 1024, 30.1),
-     (128, 64, 536), (1000, 1024, 4011)],
+    [(7.5, 1, (120, 120, 120)), (7.5, 4, (52.5, 41.3, 30)), (7.5, 64, (31.4, 16.6, 1.88)), (128, 64, (536, 284, 32)),
+     (1000, 1024, (4011, 2013, 15.6))],
 )  # fmt: skip
-def test_zero_table_1_of_1910_02054_stage_1(billions: float, shards: int, gigabytes: float) -> None:
-    assert states(billions * 1e9, 1, shards) == pytest.approx(gigabytes, rel=0.005)
+def test_zero_table_1_of_1910_02054(billions: float, shards: int, gigabytes: tuple[float, ...]) -> None:
+    for stage, expected in enumerate(gigabytes, start=1):
+        assert states(billions * 1e9, stage, shards) == pytest.approx(expected, rel=0.005)
 
 
-def test_states_are_k_plus_4_and_4_plus_k_over_n_bytes_per_parameter() -> None:
+def test_zero_table_1_of_1910_02054_where_it_rounds_to_two_digits() -> None:
+    for stage, gigabytes in ((1, 30.1), (2, 15.1), (3, 0.12)):
+        assert states(7.5e9, stage, 1024) == pytest.approx(gigabytes, abs=0.013)
+
+
+def test_states_are_4_plus_k_bytes_per_parameter_of_which_each_stage_spreads_more() -> None:
     psi, n, k = 1_000_003, 8, 12
-    zero0 = rank_bytes([], live=0, parameters=psi, param_bytes=2, grad_bytes=2, shards=n)
-    assert zero0["peak"] == (4 + k) * psi
-    zero1 = rank_bytes([], live=0, parameters=psi, param_bytes=2, grad_bytes=2, shards=n, zero_stage=1)
-    assert 0 <= zero1["peak"] - (4 + k / n) * psi < k  # the last slice is padded to a whole element
+    expected = {0: 4 + k, 1: 4 + k / n, 2: 2 + (2 + k) / n, 3: (4 + k) / n}
+    for stage, per_parameter in expected.items():
+        held = rank_bytes([], live=0, parameters=psi, param_bytes=2, grad_bytes=2, shards=n, zero_stage=stage)
+        assert 0 <= held["peak"] - per_parameter * psi < 4 + k  # the last slice is padded to a whole element
 
 
 @pytest.mark.parametrize(
@@ -64,14 +71,47 @@ def test_regimes_of_bytes_per_parameter(param_bytes: int, grad_bytes: int, whole
     assert states(1e9, 1, 10, param_bytes, grad_bytes) == pytest.approx(whole + spread / 10)
 
 
-@pytest.mark.parametrize("stage", [2, 3, 4])
+def test_the_regime_is_said_in_words() -> None:
+    kinds = "2-byte parameters, 4-byte gradients, 12 bytes of optimizer state"
+    two, three, alone = (regime(2, 4, z, n, replicas=2, resident=1000) for z, n in ((2, 64), (3, 64), (3, 1)))
+    assert two == (
+        f"2 + 16/64 bytes per parameter ({kinds}; ZeRO-2: gradients and optimizer state sliced over 64 ranks in each "
+        "of 2 groups)"
+    )
+    assert three == (
+        f"18/64 bytes per parameter ({kinds}; ZeRO-3: parameters, gradients and optimizer state sliced over 64 ranks "
+        "in each of 2 groups; parameters under 1000 elements stay whole)"
+    )
+    assert alone == f"18 bytes per parameter ({kinds}; ZeRO-3 has no other rank to share with)"
+
+
+@pytest.mark.parametrize(("moments", "bytes_of_states"), [(2, 12), (1, 8), (0, 4)])
+def test_optimizers_with_fewer_moments_take_less(moments: int, bytes_of_states: int) -> None:
+    """AdamW; SGD with momentum and Lion; plain SGD: each with fp32 master weights beside 16-bit parameters."""
+    assert optimizer_bytes(2, moments) == bytes_of_states
+    held = rank_bytes([], live=0, parameters=800, param_bytes=2, grad_bytes=4, zero_stage=3, shards=8, moments=moments)
+    assert held["optimizer"] == 100 * bytes_of_states
+
+
+@pytest.mark.parametrize("stage", [-1, 4])
 def test_zero_stages_that_are_not_there_are_refused(stage: int) -> None:
-    with pytest.raises(ValueError, match=rf"zero\.stage {stage} is not in this version"):
+    with pytest.raises(ValueError, match=rf"no zero\.stage {stage}"):
         states(1e9, stage, 2)
-    with pytest.raises(ValueError, match=rf"zero\.stage {stage} is not in this version"):
+    with pytest.raises(ValueError, match=rf"no zero\.stage {stage}"):
         data_parallel_bytes(10, 2, 4, 4, stage)
-    with pytest.raises(ValueError, match=rf"zero\.stage {stage} is not in this version"):
+    with pytest.raises(ValueError, match=rf"no zero\.stage {stage}"):
         regime(2, 2, stage, 4)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_shard_group_of_one_rank_is_zero_0(stage: int) -> None:
+    """Whether there is one data rank, or every rank is a shard group of its own."""
+    costs = transformer_costs(Decoder(hidden=64, heads=4, ffn=256, vocab=100, seq=16), 2)
+    common = {"live": 1, "param_bytes": 4, "grad_bytes": 4, "bucket_bytes": 1000}
+    for dp in (1, 4):
+        assert rank_bytes(costs, zero_stage=stage, replicas=dp, **common) == rank_bytes(costs, shards=dp, **common)
+        sent = communication_bytes(costs, microbatches=3, zero_stage=stage, replicas=dp)
+        assert sent == communication_bytes(costs, microbatches=3, shards=dp)
 
 
 def test_first_stage_of_1f1b_keeps_p_microbatches_as_in_2205_05198_section_4_2_3() -> None:
@@ -106,12 +146,57 @@ def test_parts_add_up_and_buffers_are_named() -> None:
     assert small["buffers"] == 2 * 6000 + 90  # buckets are no larger than what they hold
 
 
+def test_buffers_of_stages_2_and_3_do_not_grow_with_the_model() -> None:
+    """Two buckets arrive, two leave and one fills, and one weight's gradient; under stage 3 two layers are whole."""
+    dims = Decoder(hidden=64, heads=4, ffn=256, vocab=100, seq=16, tied=False)
+    common = {"live": 1, "param_bytes": 2, "grad_bytes": 4, "shards": 4, "bucket_bytes": 4096}
+    for layers in (4, 8):
+        costs = transformer_costs(dims, layers)
+        for stage, gathered in ((2, 0), (3, 2 * costs[1].parameters)):
+            held = rank_bytes(costs, zero_stage=stage, **common)
+            working = max(cost.working_bytes for cost in costs)
+            assert held["buffers"] == working + 5 * 4096 + 64 * 256 * 4 + gathered * 2
+    everything = rank_bytes(costs, zero_stage=3, prefetch=99, **common)
+    assert everything["buffers"] - held["buffers"] == 2 * (stage_parameters(costs) - gathered)
+
+
+def test_small_parameters_stay_whole_under_stage_3() -> None:
+    """Their gradients and optimizer states are slices all the same."""
+    layer = LayerCost("a", 1000, 1, 2, 0, 0, sizes=(900, 60, 40))
+    common = {"live": 0, "param_bytes": 2, "grad_bytes": 4, "zero_stage": 3, "shards": 4}
+    for resident, whole in ((0, 0), (40, 0), (41, 40), (61, 100), (901, 1000)):
+        held = rank_bytes([layer], resident=resident, **common)
+        assert held["parameters"] == 2 * (whole + (1000 - whole) // 4)
+        assert held["gradients"] + held["optimizer"] == 250 * (4 + 12)
+        assert held["buffers"] == 900 * 4 + (1000 - whole) * 2  # the largest gradient, the gathered layer
+
+
 @pytest.mark.parametrize("shards", [1, 2, 3, 64])
 def test_data_parallel_volume_is_2_psi_as_in_1910_02054_section_7(shards: int) -> None:
     psi = 3 * 64 * 1000
     assert data_parallel_bytes(psi, shards, 4, 4, 0) == 2 * psi * 4 * (shards - 1) // shards
     assert data_parallel_bytes(psi, shards, 4, 4, 1) == 2 * psi * 4 * (shards - 1) // shards
     assert data_parallel_bytes(psi, shards, 2, 4, 1) == psi * (4 + 2) * (shards - 1) // shards
+    assert data_parallel_bytes(psi, shards, 4, 4, 2) == 2 * psi * 4 * (shards - 1) // shards
+    assert data_parallel_bytes(psi, shards, 4, 4, 3) == 3 * psi * 4 * (shards - 1) // shards
+
+
+def test_stages_2_and_3_pay_for_every_microbatch() -> None:
+    """Stage 2 (k + 1) Psi; stage 3 k 3 Psi; stages 0 and 1 2 Psi, whatever k is."""
+    psi, n, k = 64 * 1000, 4, 5
+    part = psi * 4 * (n - 1) // n
+    moved = [data_parallel_bytes(psi, n, 4, 4, stage, microbatches=k) for stage in range(4)]
+    assert moved == [2 * part, 2 * part, (k + 1) * part, 3 * k * part]
+
+
+@pytest.mark.parametrize(("stage", "reductions", "gathered"), [(1, 1, 1), (2, 3, 1), (3, 3, 6)])
+def test_groups_of_shards_all_reduce_their_slices_once(stage: int, reductions: int, gathered: int) -> None:
+    """8 data ranks as 2 groups of 4 (MiCS, arXiv 2205.00119, section 3.4; FSDP's hybrid sharding)."""
+    psi, s, r = 64 * 1000, 4, 2
+    sent = data_parallel_bytes(psi, s, 2, 4, stage, replicas=r, microbatches=3)
+    scattered, own = psi * 4 * (s - 1) // s, psi // s * 4
+    assert sent == reductions * scattered + 2 * own * (r - 1) // r + gathered * psi * 2 * (s - 1) // s
+    assert data_parallel_bytes(psi, s, 2, 4, 0, replicas=r) == 2 * psi * 4 * (s * r - 1) // (s * r)
 
 
 def test_bytes_of_a_2x2x2_step_by_hand() -> None:
@@ -141,6 +226,22 @@ def test_bytes_of_a_2x2x2_step_by_hand() -> None:
     assert sent_first["dp"] == 2 * stage_parameters(first) * 4 // 2
     assert sent_last["dp"] == 2 * stage_parameters(last) * 4 // 2
     assert sent_first["cp"] == sent_last["cp"] == 0
+
+    # Under ZeRO-3 the last stage turns from F to B and back: one unit stays whole at each end. Norms and biases, fewer
+    # than h f / 2 elements, stay whole and are gathered once. The first stage's embedding is gathered in forwards only.
+    plan, stage3 = build("1f1b", 2, m), {**common, "zero_stage": 3, "resident": 128}
+    whole_first = communication_bytes(first, last=False, actions=plan.ranks[0], **stage3)
+    whole_last = communication_bytes(last, input_bytes=message, actions=plan.ranks[1], **stage3)
+    assert [whole_first[axis] - sent_first[axis] for axis in ("tp", "pp")] == [0, 0]
+    block, table = sum(size for size in first[1].sizes if size >= 128), v // 2 * h
+    small = stage_parameters(first) - (len(first) - 1) * block - table - s * h
+    # F0 F1 B0 F2 B1 B2: before B0 and B1 the last layer is whole; F2's first one, the embedding, is not.
+    gathered = m * (table + s * h) + (2 * m * (len(first) - 1) - 2) * block + small
+    assert whole_first["dp"] == (m * stage_parameters(first) + gathered) * 4 // 2
+    # F0 B0 F1 B1 F2 B2: the head m times, the first block m + 1 times, the others 2 m times.
+    small = stage_parameters(last) - (len(last) - 1) * block - table
+    gathered = m * table + (m + 1 + 2 * m * (len(last) - 2)) * block + small
+    assert whole_last["dp"] == (m * stage_parameters(last) + gathered) * 4 // 2
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -14,6 +14,7 @@ from threed.engine import Engine
 from threed.sharding import ShardSpec, boxes, matrix, parameter
 from threed.topology import Topology
 from threed.zero import layout
+from threed.zero.layout import Policy
 from threed.zero.records import records
 from threed.zero.reducer import Reducer
 
@@ -166,9 +167,9 @@ class Weights(nn.Module):
 def test_narrow_gradients_are_added_in_fp32() -> None:
     """1 + 1000 x 2^-9: in bf16 every addition would be lost."""
     unit, narrow = Weights(), torch.bfloat16
-    plan = layout.build(
-        [unit], {}, Topology(), shards=True, bucket_bytes=2**20, param_dtype=narrow, grad_dtype=torch.float32
-    )
+    topology = Topology()
+    alone = topology.axis("dp")
+    plan = layout.build([unit], {}, topology, Policy(1, alone, alone, 2**20, narrow, torch.float32))
     reducer = Reducer(plan)
     reducer.begin(1001)
     sinks = {sink.slot.spec.name: sink for sink in reducer.sinks}

@@ -26,7 +26,7 @@ from threed.layers import Slicing
 from threed.sharding import ShardSpec, matrix, parameter, vector
 from threed.topology import Axis, Topology
 from threed.zero import layout
-from threed.zero.layout import ALIGN, Layout
+from threed.zero.layout import ALIGN, Layout, Policy, Rates
 from threed.zero.reducer import Reducer
 
 # -------------------------------------------------------------------------------------------------------- geometry
@@ -78,6 +78,17 @@ SHAPES = st.builds(Shape, st.integers(0, 40), st.integers(0, 9), st.booleans(), 
 UNITS = st.lists(st.lists(SHAPES, min_size=1, max_size=5).map(tuple), min_size=1, max_size=5)
 
 
+def policy(data: Axis, shards: bool, bucket_bytes: int, dtype: torch.dtype = torch.float32, stage: int = 1) -> Policy:
+    """Slices over the data ranks (stage 1, or `stage`), or none (stage 0)."""
+    alone = Axis("dp", (data.ranks[data.index],), 0, None, data.traffic)
+    shard, replicas = (data, alone) if shards else (alone, data)
+    return Policy(stage if shards else 0, shard, replicas, bucket_bytes, dtype, torch.float32, rates=by_decay)
+
+
+def by_decay(spec: ShardSpec) -> Rates:
+    return Rates(decay=0.1 if spec.decay else 0.0)
+
+
 def layouts(
     units: list[tuple[Shape, ...]], data: int, bucket_bytes: int, *, shards: bool = True, tp_index: int = 0
 ) -> list[Layout]:
@@ -85,10 +96,11 @@ def layouts(
     return [
         layout.build(
             [Unit(n, shapes) for n, shapes in enumerate(units)], {},
-            Grid({"dp": data, "tp": 2}, {"dp": rank, "tp": tp_index}, rank),  # type: ignore[arg-type]
-            shards=shards, bucket_bytes=bucket_bytes, param_dtype=torch.float64, grad_dtype=torch.float32,
+            grid,  # type: ignore[arg-type]
+            policy(grid.axis("dp"), shards, bucket_bytes, torch.float64),
         )
         for rank in range(data)
+        for grid in (Grid({"dp": data, "tp": 2}, {"dp": rank, "tp": tp_index}, rank),)
     ]  # fmt: skip
 
 
@@ -154,8 +166,8 @@ def test_parameters_do_not_touch_and_lie_in_backward_order(
         assert all(slot.first % ALIGN == 0 for slot in group.slots)
         assert all(a.last <= b.first for a, b in pairwise(group.slots))
         assert [slot.units[0] for slot in group.slots] == sorted((s.units[0] for s in group.slots), reverse=True)
-        kinds = {(s.spec.decay, s.spec.partial) for s in group.slots}
-        assert kinds == {(group.kind.decay, group.kind.partial)}
+        kinds = {(by_decay(s.spec), s.spec.partial) for s in group.slots}
+        assert kinds == {(group.kind.rates, group.kind.partial)}
     earliest = [min((s.units[0] for s in bucket.slots()), default=-1) for bucket in plan.buckets]
     assert earliest == sorted(earliest, reverse=True)
 
@@ -180,9 +192,11 @@ def test_a_tied_weight_is_owned_by_its_first_stage() -> None:
         grid = Grid({"dp": 1, "pp": 2}, {"pp": stage})
         unit = Unit(0, (Shape(8, 4, True, False),))
         plan = layout.build(
-            [unit], {"u0.p0": (0, 1)}, grid, shards=True, bucket_bytes=100, param_dtype=torch.float32,  # type: ignore[arg-type]
-            grad_dtype=torch.float32,
-        )  # fmt: skip
+            [unit],
+            {"u0.p0": (0, 1)},
+            grid,  # type: ignore[arg-type]
+            policy(grid.axis("dp"), True, 100),
+        )
         assert [group.owned for group in plan.groups] == [stage == 0]
         assert [[axis.ranks for axis in group.sums] for group in plan.groups] == [[(0, 1)]]
 
@@ -192,11 +206,8 @@ def test_a_tied_weight_is_owned_by_its_first_stage() -> None:
 
 def reducer_of(*shapes: Shape, bucket_bytes: int = 200) -> tuple[Reducer, Unit]:
     unit = Unit(0, shapes)
-    plan = layout.build(
-        [unit], {}, Topology(), shards=True, bucket_bytes=bucket_bytes, param_dtype=torch.float32,
-        grad_dtype=torch.float32,
-    )  # fmt: skip
-    return Reducer(plan), unit
+    topology = Topology()
+    return Reducer(layout.build([unit], {}, topology, policy(topology.axis("dp"), True, bucket_bytes))), unit
 
 
 def flat(reducer: Reducer) -> Tensor:
@@ -244,18 +255,17 @@ def test_a_gradient_that_comes_too_late_is_an_error_by_name() -> None:
         unit.p1.sum().backward()  # its bucket has left
 
 
-def check_unused_somewhere() -> None:
+def check_unused_somewhere(stage: int, dynamic: bool) -> None:
     """Used on one data rank only: the others' share is zero, and nobody waits for ever."""
     topology = topology_of(1, 1)
     unit = Unit(0, TWO)
-    plan = layout.build(
-        [unit], {}, topology, shards=True, bucket_bytes=100, param_dtype=torch.float32, grad_dtype=torch.float32
-    )
-    reducer = Reducer(plan)
+    plan = layout.build([unit], {}, topology, policy(topology.axis("dp"), True, 100, stage=stage))
+    reducer = Reducer(plan, dynamic=dynamic)
     for _ in range(2):
         reducer.begin(1)
         loss = unit.p0.sum()
         (loss + unit.p1.sum() * 5 if topology.rank == 1 else loss).backward()
+        reducer.pass_ended()
         got = reducer.finish()
         for bucket, part in zip(plan.buckets, got, strict=True):
             for run in bucket.runs():
@@ -263,8 +273,10 @@ def check_unused_somewhere() -> None:
                 assert (part[run.offset : run.offset + run.last - run.first] == want).all()
 
 
-def test_a_parameter_used_on_one_data_rank_only() -> None:
-    run_ranks(2, check_unused_somewhere)
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_parameter_used_on_one_data_rank_only(stage: int, dynamic: bool) -> None:
+    run_ranks(2, check_unused_somewhere, stage, dynamic)
 
 
 def check_same_order() -> list[list[tuple[int, int, list[str]]]]:
@@ -322,7 +334,8 @@ def training_cases() -> list[Case]:
         small(dp=3, zero=0, model="llama"),
     )
     absurd = [replace(shape, layers=1, bucket_mib=1e-4) for shape in shapes]  # 32 elements a rank: hundreds of buckets
-    return absurd + [replace(shape, bucket_mib=mib) for mib in SIZES for shape in shapes]
+    cases = absurd + [replace(shape, bucket_mib=mib) for mib in SIZES for shape in shapes]
+    return [replace(case, zero=zero) for case in cases for zero in ((case.zero,) if not case.zero else (1, 2, 3))]
 
 
 def test_buckets_of_any_size_give_the_training_of_one_process() -> None:
@@ -357,12 +370,12 @@ def check_padding() -> None:
         for slot in group.slots:
             real[slot.first : slot.last] = True
         assert not group.params[~real].any()
-        assert not group.grads[~real].any()
+        assert not group.grads[~real].any()  # stage 1: in full
     for state, bucket in zip(engine.optimizer.states, engine.layout.buckets, strict=True):
         real = torch.zeros(bucket.own_last - bucket.own_first, dtype=torch.bool)
         for run in bucket.runs():
             real[run.offset : run.offset + run.last - run.first] = True
-        for values in (state.master, state.exp_avg, state.exp_avg_sq):
+        for values in (state.master, *state.moments.values()):
             assert not values[~real].any()
 
 

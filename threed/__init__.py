@@ -21,6 +21,7 @@ _HOMES = {
     "Slicing": "threed.layers",
     "StepMetrics": "threed.engine",
     "Topology": "threed.topology",
+    "initialize": "threed.deepspeed",
 }
 _ROOMS = ("checkpoint", "config", "data", "layers", "models", "monitor", "planner", "schedules")
 __all__ = [*_HOMES, *_ROOMS]

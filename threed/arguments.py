@@ -25,6 +25,7 @@ from pydantic_core import ErrorDetails
 
 from threed.checks import find_problems
 from threed.config import Config, ConfigError, Takes, key_name, python_name
+from threed.param_groups import ParamGroup
 
 GROUPS: Mapping[str, type[BaseModel]] = {
     name: info.annotation for name, info in Config.model_fields.items() if isinstance(info.annotation, type)
@@ -328,6 +329,8 @@ def _toml_value(value: Any) -> str:
         return '"none"'
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, ParamGroup):
+        return _toml_value(str(value))
     if isinstance(value, str):  # JSON's escapes are TOML's, but for DEL
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
@@ -337,7 +340,10 @@ def _toml_value(value: Any) -> str:
 
 def _help_row(group: str, name: str, info: FieldInfo, values: BaseModel) -> tuple[str, str]:
     value = getattr(values, name)
-    default = _toml_value(value).replace('"', "").replace("[", "").replace("]", "").replace(", ", ",")
+    if name == "groups":  # the text of a group has commas and brackets of its own
+        default = "; ".join(str(item) for item in value) or "none"
+    else:
+        default = _toml_value(value).replace('"', "").replace("[", "").replace("]", "").replace(", ", ",")
     return f"{_flag(group, name)} {_takes(info)}", f"{info.description} (default {default})"
 
 

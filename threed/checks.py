@@ -40,22 +40,16 @@ REFUSALS = (
     Refusal("parallel", "schedule", ("1f1b", "gpipe"), "this schedule"),
     Refusal("parallel", "chunks", (None, 1), "more than one model chunk on a rank"),
     Refusal("parallel", "partition", ("balanced", "uniform"), "partition by measured cost", ("measured",)),
-    Refusal("zero", "stage", (1, 0), "slicing of gradients and parameters (ZeRO-2, ZeRO-3)"),
-    Refusal("zero", "shard_size", ("all",), "sharding within part of the data-parallel ranks"),
     Refusal("zero", "offload_optimizer", ("none",), "offload of optimizer states"),
     Refusal("zero", "offload_params", ("none",), "offload of parameters"),
     Refusal("zero", "nvme_path", (None,), "offload to NVMe"),
-    Refusal("zero", "prefetch", (1,), "prefetch of parameters (it comes with ZeRO-3)"),
     Refusal("zero", "tile", (1,), "tiling of linear layers"),
     Refusal("recompute", "mode", ("none",), "recompute of activations"),
     Refusal("recompute", "every", (1,), "recompute of activations"),
     Refusal("recompute", "partition", (False,), "partition of saved activations"),
     Refusal("recompute", "offload", ("none",), "offload of saved activations"),
     Refusal("recompute", "arena", (False,), "an arena for saved activations"),
-    Refusal("precision", "dtype", ("fp32", "bf16", "fp64"), "this format"),
-    Refusal("precision", "grad_dtype", (None, "fp32", "bf16", "fp64"), "this format for gradients"),
-    Refusal("precision", "loss_scale", ("dynamic",), "loss scaling (it comes with fp16)"),
-    Refusal("optim", "name", ("adamw",), "this optimizer"),
+    Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
     Refusal("checkpoint", "async_", (False,), "saving while training goes on"),
 )
 """Features that are not there yet. Who builds one deletes its line."""
@@ -76,7 +70,7 @@ def find_problems(
     problems = find_refusals(config)
     problems += _check_world(config, world_size, local_world)
     for check in (
-        _check_reduce_dtype,
+        _check_loss_scale,
         _check_heads,
         _check_arch,
         _check_layers,
@@ -86,6 +80,7 @@ def find_problems(
     ):
         problems += check(config)
     problems += _check_batch(config, world_size)
+    problems += _check_shard_size(config, world_size)
     problems += _check_vocab(config, tokenizer_vocab)
     return list(dict.fromkeys(problems))
 
@@ -126,14 +121,28 @@ def _check_world(config: Config, world_size: int, local_world: int | None) -> It
             yield f"{error} (torchrun --nnodes × --nproc-per-node, now {local_world} on this machine)"
 
 
-def _check_reduce_dtype(config: Config) -> Iterator[str]:
-    reduce, grad = config.precision.reduce_dtype, config.precision.grad_dtype
-    grad = grad or ("fp64" if config.precision.dtype == "fp64" else "fp32")
-    if reduce not in (None, grad):
+def _check_loss_scale(config: Config) -> Iterator[str]:
+    dtype, scale = config.precision.dtype, config.precision.loss_scale
+    if scale != "dynamic" and dtype != "fp16":
         yield (
-            f"--precision.reduce-dtype {reduce} with gradients in {grad}: a format of its own between ranks "
-            f"is not there yet; use --precision.reduce-dtype {grad}"
+            f"--precision.loss-scale {scale:g} with --precision.dtype {dtype}: only fp16 needs its loss scaled; "
+            f"leave it out, or use --precision.dtype fp16"
         )
+
+
+def _check_shard_size(config: Config, world_size: int) -> Iterator[str]:
+    size, given = config.zero.shard_size, f"--zero.shard-size {config.zero.shard_size}"
+    if size == "all":
+        return
+    if config.zero.stage == 0:
+        yield f"{given} with --zero.stage 0: nothing is sliced; use --zero.shard-size all, or --zero.stage 1, 2 or 3"
+        return
+    try:
+        dp = derive_dp(config, world_size)
+    except ConfigError:  # reported already; a wrong dp would only add noise
+        return
+    if dp % size:
+        yield f"{given} does not divide dp {dp}: use {_listed(_divisors(dp))}, or all"
 
 
 def _check_heads(config: Config) -> Iterator[str]:

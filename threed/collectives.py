@@ -77,13 +77,12 @@ def _nbytes(tensor: Tensor) -> int:
 def start_all_gather(shard: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
     """Begins to concatenate every rank's `shard` [n ...] to [size*n ...]; `shard` may be a part of `out` itself."""
     if axis.size == 1:
-        return done(shard)
+        return done(shard if out is None else out.copy_(shard))
     shard = shard.contiguous()
     if out is None:
         out = shard.new_empty(axis.size * shard.shape[0], *shard.shape[1:])
     axis.count(_nbytes(shard) * (axis.size - 1))
-    work = _all_gather_single(out, shard, group=axis.group, async_op=True)
-    return Pending(lambda: out, work)
+    return Pending(lambda: out, _all_gather_single(out, shard, group=axis.group, async_op=True))
 
 
 def all_gather(shard: Tensor, axis: Axis) -> Tensor:
@@ -91,21 +90,34 @@ def all_gather(shard: Tensor, axis: Axis) -> Tensor:
     return start_all_gather(shard, axis).wait()
 
 
-def start_reduce_scatter(full: Tensor, axis: Axis) -> Pending:
-    """Begins to sum `full` [size*n ...] over the axis; the result is this rank's part [n ...] of the sum."""
+def start_reduce_scatter(
+    full: Tensor, axis: Axis, *, wire: torch.dtype | None = None, into: Tensor | None = None, add: bool = False
+) -> Pending:
+    """Begins to sum `full` [size*n ...] over the axis; the result is this rank's part [n ...] of the sum.
+
+    wire: the dtype that numbers travel in, by default their own; sums are made in `full`'s. into: where the result
+    goes, or is added to when `add`; then `full` is used up, and `into` may be this rank's part of it.
+    """
     if axis.size == 1:
-        return done(full)
+        return done(full if into is None else _store(full, into, add))
     if full.shape[0] % axis.size:
         raise ValueError(f"reduce-scatter of {tuple(full.shape)}: dimension 0 is no multiple of {axis.size} ranks")
-    full = full.contiguous()
-    axis.count(_nbytes(full) // axis.size * (axis.size - 1))
+    moved = full.contiguous().to(wire or full.dtype)
+    axis.count(_nbytes(moved) // axis.size * (axis.size - 1))
     if not _gloo(axis):
-        out = full.new_empty(full.shape[0] // axis.size, *full.shape[1:])
-        return Pending(lambda: out, _reduce_scatter_single(out, full, group=axis.group, async_op=True))
-    return _exchange_sum(full, axis)
+        out = moved.new_empty(full.shape[0] // axis.size, *full.shape[1:])
+        work = _reduce_scatter_single(out, moved, group=axis.group, async_op=True)
+        return Pending(lambda: out.to(full.dtype) if into is None else _store(out, into, add), work)
+    return _exchange_sum(moved, axis, full.dtype, into, add)
 
 
-def _exchange_sum(full: Tensor, axis: Axis) -> Pending:
+def _store(value: Tensor, into: Tensor, add: bool) -> Tensor:
+    if add:
+        return into.add_(value)
+    return into if into.data_ptr() == value.data_ptr() else into.copy_(value)
+
+
+def _exchange_sum(full: Tensor, axis: Axis, dtype: torch.dtype, into: Tensor | None, add: bool) -> Pending:
     """Sends each peer its part and adds up my part's versions in rank order; nothing is sent to oneself."""
     parts = full.view(axis.size, -1)
     row = parts.shape[1]
@@ -113,16 +125,22 @@ def _exchange_sum(full: Tensor, axis: Axis) -> Pending:
     send = _without(parts, axis.index)
     got = full.new_empty((axis.size - 1) * row)
     work = dist.all_to_all_single(got, send, splits, splits, group=axis.group, async_op=True)
+    # Narrow numbers are added in fp32 and rounded once; a sum of two is rounded once anyway.
+    narrow = dtype in (torch.bfloat16, torch.float16) and (axis.size > 2 or add)
+    wide = torch.float32 if narrow else dtype
 
     def add_up() -> Tensor:
         versions = list(got.view(axis.size - 1, row).unbind(0))
         versions.insert(axis.index, parts[axis.index])
-        if axis.size > 2 and full.dtype in (torch.bfloat16, torch.float16):
-            versions[0] = versions[0].float()  # the sum is fp32 and rounded once; of two numbers it is anyway
-        total = versions[0] + versions[1]
+        if into is not None and not add and axis.size == 2 and full.dtype == wide == into.dtype:
+            torch.add(versions[0], versions[1], out=into.view(-1))
+            return into
+        total = versions[0].to(wide) + versions[1].to(wide)
         for version in versions[2:]:
             total += version
-        return total.to(full.dtype).view(full.shape[0] // axis.size, *full.shape[1:])
+        if into is None:
+            return total.to(dtype).view(full.shape[0] // axis.size, *full.shape[1:])
+        return _store(total.view(into.shape), into, add)
 
     return Pending(add_up, work)
 
@@ -141,33 +159,38 @@ def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
     return start_reduce_scatter(full, axis).wait()
 
 
-def start_all_reduce(tensor: Tensor, axis: Axis) -> Pending:
-    """Begins to sum `tensor` over the axis, in rank order; the result may or may not be `tensor` itself."""
+def start_all_reduce(tensor: Tensor, axis: Axis, *, wire: torch.dtype | None = None) -> Pending:
+    """Begins to sum `tensor` over the axis, in rank order; the result may or may not be `tensor` itself.
+
+    wire: the dtype that numbers travel in, by default their own.
+    """
     if axis.size == 1:
         return done(tensor)
-    tensor = tensor.contiguous()
+    tensor, dtype = tensor.contiguous(), tensor.dtype
+    moved = tensor.to(wire or dtype)
     if not _gloo(axis):
-        axis.count(2 * _nbytes(tensor) * (axis.size - 1) // axis.size)
-        return Pending(lambda: tensor, dist.all_reduce(tensor, group=axis.group, async_op=True))
+        axis.count(2 * _nbytes(moved) * (axis.size - 1) // axis.size)
+        return Pending(lambda: moved.to(dtype), dist.all_reduce(moved, group=axis.group, async_op=True))
     if axis.size == 2:  # two ranks simply swap: the same bytes as reduce-scatter and all-gather, in one step
-        return _swap_sum(tensor, axis)
-    return _start_scattered_all_reduce(tensor, axis)
+        return _swap_sum(moved, axis, dtype)
+    return _start_scattered_all_reduce(moved, axis, dtype)
 
 
-def _swap_sum(tensor: Tensor, axis: Axis) -> Pending:
+def _swap_sum(tensor: Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
     other = torch.empty_like(tensor)
     splits = [0, tensor.numel()] if axis.index == 0 else [tensor.numel(), 0]
     axis.count(_nbytes(tensor))
     work = dist.all_to_all_single(other.view(-1), tensor.view(-1), splits, splits, group=axis.group, async_op=True)
-    return Pending(lambda: other.add_(tensor), work)  # a + b == b + a bit for bit: both ranks get the same
+    # a + b == b + a bit for bit: both ranks get the same
+    return Pending(lambda: other.to(dtype).add_(tensor), work)
 
 
-def _start_scattered_all_reduce(tensor: Tensor, axis: Axis) -> Pending:
+def _start_scattered_all_reduce(tensor: Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
     """Reduce-scatter, then all-gather; padded to a multiple of the ranks."""
     flat = tensor.view(-1)
     padding = -flat.numel() % axis.size
     part = start_reduce_scatter(torch.nn.functional.pad(flat, (0, padding)) if padding else flat, axis)
-    return Pending(lambda: all_gather(part.wait(), axis)[: flat.numel()].view_as(tensor))
+    return Pending(lambda: all_gather(part.wait(), axis)[: flat.numel()].view_as(tensor).to(dtype))
 
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:

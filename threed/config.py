@@ -18,6 +18,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from threed.param_groups import ParamGroup as ParamGroup
+from threed.param_groups import read_groups
+
 ScheduleName = Literal[
     "1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera", "dualpipe",
     "dualpipev", "2bw",
@@ -98,6 +101,14 @@ def _steps(value: object) -> object:
     return (numbers[0], numbers[-1])
 
 
+def _optimizer(value: object) -> object:
+    if value == "muon":
+        raise ValueError(
+            "muon orthogonalises whole matrices, and slices over ranks cut through them; use adamw, sgd or lion"
+        )
+    return value
+
+
 Count = Annotated[int, Field(ge=1), BeforeValidator(_number), Takes("N")]
 Natural = Annotated[int, Field(ge=0), BeforeValidator(_number), Takes("N")]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(_number), Takes("X")]
@@ -115,6 +126,10 @@ ZeroStage = Annotated[int, Field(ge=0, le=3), BeforeValidator(_number), Takes("0
 ShardSize = Annotated[Literal["all"] | int, _word_or("all", int), Takes("all|N")]
 LossScale = Annotated[Literal["dynamic"] | float, _word_or("dynamic", float), Takes("dynamic|X")]
 Betas = Annotated[tuple[Share, Share], BeforeValidator(_betas), Takes("X,X")]
+Optimizer = Annotated[Literal["adamw", "sgd", "lion"], BeforeValidator(_optimizer)]
+ParamGroups = Annotated[
+    tuple[ParamGroup, ...], BeforeValidator(read_groups), Takes('"PATTERN: lr=X, weight-decay=X; …"')
+]
 StepRange = Annotated[tuple[int, int], BeforeValidator(_steps), Takes("N|N:N")]
 
 
@@ -163,7 +178,8 @@ class ZeroConfig(_Group):
     offload_optimizer: Place = Field("none", description="where optimizer states live when not on the device")
     offload_params: Place = Field("none", description="where parameter slices live when not on the device")
     nvme_path: PathText | None = Field(None, description="folder on the NVMe drive for what is offloaded to it")
-    prefetch: Count = Field(1, description="units gathered ahead of the one that runs")
+    prefetch: Count = Field(1, description="units gathered ahead of the one that runs under stage 3")
+    resident: Natural = Field(65536, description="parameters with fewer elements than this stay whole under stage 3")
     tile: Count = Field(1, description="tiles a giant linear layer is cut into, gathered one at a time; 1: none")
 
 
@@ -187,7 +203,7 @@ class PrecisionConfig(_Group):
         None, description="format gradients are kept and summed in; none: fp32, or fp64 with fp64"
     )
     reduce_dtype: SumType | None = Field(None, description="format gradients travel in between ranks; none: grad-dtype")
-    loss_scale: LossScale = Field("dynamic", description="factor on the loss under fp16")
+    loss_scale: LossScale = Field("dynamic", description="factor on the loss under fp16, found while training or given")
 
 
 class ModelConfig(_Group):
@@ -231,16 +247,22 @@ class TrainConfig(_Group):
 class OptimConfig(_Group):
     """The optimizer and its learning rate."""
 
-    name: Text = Field("adamw", description="optimizer")
+    name: Optimizer = Field("adamw", description="optimizer")
     lr: Positive = Field(1e-3, description="peak learning rate")
     min_lr: NonNegative | None = Field(None, description="learning rate at the end; none: lr / 10")
     warmup: Natural = Field(20, description="steps from 0 to lr")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine", description="learning rate after the warmup"
     )
-    betas: Betas = Field((0.9, 0.95), description="decay of the first and second moment")
-    eps: Positive = Field(1e-8, description="added to the root of the second moment")
-    weight_decay: NonNegative = Field(0.1, description="decoupled decay; norms and biases have none")
+    betas: Betas = Field(
+        (0.9, 0.95), description="decay of the first and second moment (adamw); by convention 0.9,0.99 with lion"
+    )
+    momentum: Share = Field(0.9, description="decay of the momentum (sgd)")
+    eps: Positive = Field(1e-8, description="added to the root of the second moment (adamw)")
+    weight_decay: NonNegative = Field(0.1, description="decay, decoupled but for sgd; norms and biases have none")
+    groups: ParamGroups = Field(
+        (), description="lr and weight-decay of parameters by name, such as *.bias; of all patterns the first that fits"
+    )
 
 
 class DataConfig(_Group):

@@ -15,31 +15,33 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from threed import collectives
 from threed.checkpoint import native
 from threed.checks import find_refusals
-from threed.config import Config, ConfigError
+from threed.config import Config, ConfigError, resolve
 from threed.layers import MicroBatch
-from threed.models import Model
-from threed.ops.adam import Adam
+from threed.models import Model, Wrapped
 from threed.pipeline import build
 from threed.pipeline.executor import Boundary, Executor, Span
-from threed.pipeline.stage import Stage
+from threed.pipeline.stage import Stage, Whole
 from threed.pipeline.transport import Links, Transport
-from threed.precision import dtype
+from threed.precision import LossScale, dtype
 from threed.schedules import Plan, forward_only, lower
 from threed.schedules import build as build_plan
 from threed.sharding import Box, Piece, initial
-from threed.topology import Topology
-from threed.zero import layout, learning_rate, records
+from threed.topology import Axis, Topology
+from threed.zero import layout, records, setup, table
+from threed.zero import learning_rate as learning_rates
+from threed.zero.gather import Gatherer
+from threed.zero.hooks import Hooks
 from threed.zero.optimizer import Optimizer
 from threed.zero.reducer import Reducer
 
@@ -60,6 +62,7 @@ class StepMetrics:
     _loss: Tensor
     _grad_norm: Tensor
     _lr: Tensor
+    _loss_scale: Tensor
     _skipped: Tensor
     seconds: Mapping[str, float]
 
@@ -79,66 +82,109 @@ class StepMetrics:
         return float(self._lr)
 
     @property
+    def loss_scale(self) -> float:
+        """What the loss of this step was multiplied with for its backward."""
+        return float(self._loss_scale)
+
+    @property
     def skipped(self) -> int:
         """Steps skipped so far because a gradient was not finite."""
         return int(self._skipped)
 
 
 @functools.lru_cache(maxsize=32)
-def lowered(schedule: str, stages: int, microbatches: int) -> Plan:
+def lowered(schedule: str, stages: int, microbatches: int, gathers: bool = False) -> Plan:
     """A schedule's plan with its communication; "forward-only" for evaluation and sampling."""
-    if schedule == "forward-only":
-        return lower(forward_only(stages, microbatches))
-    return lower(build_plan(schedule, stages, microbatches))
+    plan = forward_only(stages, microbatches) if schedule == "forward-only" else None
+    return lower(plan or build_plan(schedule, stages, microbatches), gathers)
 
 
 class Engine:
-    """Trains `model` on `topology` as `config` (resolved) says.
+    """Trains `model` on `topology` as `config` says.
 
-    model: see `threed.models.Model`; layers on the meta device. Raises ConfigError for features that are not there, and
-    ValueError when ranks disagree about model or configuration, naming them. transport: how stages talk; the topology's
-    links unless a test brings its own.
+    model: see `threed.models.Model`, layers on the meta device, and a resolved configuration; or, with tp = pp = 1, any
+    `nn.Module` whose forward takes the batch's tensors as keyword arguments and returns a loss. learning_rate,
+    loss_scale: in place of what the configuration says. transport: how stages talk; the topology's links unless a test
+    brings its own. Raises ConfigError for features that are not there, and ValueError when ranks disagree about model
+    or configuration, naming them.
     """
 
-    def __init__(self, model: Model, topology: Topology, config: Config, *, transport: Transport | None = None) -> None:
+    def __init__(
+        self, model: Model | nn.Module, topology: Topology, config: Config, *,
+        learning_rate: Callable[[Tensor], Tensor] | None = None, loss_scale: LossScale | None = None,
+        transport: Transport | None = None,
+    ) -> None:  # fmt: skip
         if refused := find_refusals(config):
             raise ConfigError(refused)
-        self.model, self.topology, self.config = model, topology, config
+        self.topology = topology
+        self.model = self._as_model(model)
+        self.wrapped = self.model if isinstance(self.model, Wrapped) else None
+        self.config = config = resolve(config, 0, topology.world) if self.wrapped else config
         self.steps = self.consumed = 0
         self.dtype = dtype(config.precision.dtype)
         self._check_same_configuration()
-        layers = model.layers()
-        self.ranges = build.partition(config.parallel.partition, model.costs(config.train.micro_batch), topology.pp)
+        mine = self._lay_out()
+        self.gatherer = Gatherer(self.layout, self._gather_axis())
+        wire = dtype(config.precision.reduce_dtype or config.precision.grad_dtype or "fp32")
+        self.reducer = Reducer(self.layout, wire, dynamic=self.wrapped is not None)
+        self.optimizer = Optimizer(
+            self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
+            learning_rate or self._learning_rate(), grad_clip=config.train.grad_clip,
+            loss_scale=loss_scale or setup.loss_scale(config.precision),
+        )  # fmt: skip
+        self._check_same_buckets()
+        records.fill(self.optimizer, self._initial_value, (records.WEIGHT,))
+        self.hooks = self._hook_up(mine)
+        stage = Stage(mine, Whole() if self.wrapped else self.gatherer, config.zero.prefetch)
+        self.executor = Executor(
+            [stage], transport or Links(topology), self.stage_index, self.reducer.all_passes_ended, self._pass_ended
+        )
+
+    def _as_model(self, model: Model | nn.Module) -> Model:
+        if not isinstance(model, nn.Module) or isinstance(model, Wrapped):
+            return model
+        if self.topology.pp * self.topology.tp > 1:
+            sizes = f"pp {self.topology.pp} or tp {self.topology.tp}"
+            fix = "build it from threed.layers (examples/custom_model.py), or use pp 1 and tp 1"
+            raise ConfigError([f"{type(model).__name__} cannot be cut by {sizes}: {fix}"])
+        return Wrapped(model)
+
+    def _lay_out(self) -> list[nn.Module]:
+        """Cuts the model into stages, lays out this rank's parameters, and gives its layers."""
+        config, topology, layers = self.config, self.topology, self.model.layers()
+        costs = self.model.costs(config.train.micro_batch)
+        self.ranges = build.partition(config.parallel.partition, costs, topology.pp)
         self.stage_index = topology.axis("pp").index
         mine = [layers[index] for index in self.ranges[self.stage_index]]
         tied = build.tied_weights(layers, self.ranges)
-        topology.prepare(build.blocks(layers), tied.values())
-        self.layout = layout.build(
-            mine,
-            tied,
-            topology,
-            shards=config.zero.stage > 0,
-            bucket_bytes=int(config.zero.bucket_mib * 2**20),
-            param_dtype=self.dtype,
-            grad_dtype=dtype(config.precision.grad_dtype or "fp32"),
-        )
-        self.optimizer = self._make_optimizer()
-        self.reducer = Reducer(self.layout)
-        self._check_same_buckets()
-        records.fill(self.optimizer, self._initial_value, ("weight",))
-        stage = Stage(mine, self.optimizer)
-        self.executor = Executor([stage], transport or Links(topology), self.stage_index, self.reducer.flush)
+        axes = {name for name in setup.shard_axes(config, topology) if name}
+        topology.prepare(build.blocks(layers) | axes, tied.values())
+        units = mine if self.wrapped is None else self.wrapped.units
+        self.layout = layout.build(units, tied, topology, setup.policy(config, topology))
+        trainable = collectives.exchange(bool(self.layout.buckets), topology.axis("world"))
+        if not any(trainable):
+            raise ValueError("the model has no parameter to train: all have requires_grad off")
+        return mine
 
-    def _make_optimizer(self) -> Optimizer:
-        o, train = self.config.optim, self.config.train
+    def _gather_axis(self) -> Axis:
+        name = setup.shard_axes(self.config, self.topology)[2]
+        return self.topology.axis(name) if name else self.layout.policy.shard
+
+    def _learning_rate(self) -> Callable[[Tensor], Tensor]:
+        o = self.config.optim
         min_lr = o.lr / 10 if o.min_lr is None else o.min_lr
-        rate = learning_rate.schedule(o.schedule, o.lr, min_lr, o.warmup, train.steps)
-        adam = Adam(o.betas[0], o.betas[1], o.eps)
-        everyone = self.topology.axis("world")
-        return Optimizer(self.layout, everyone, adam, rate, decay=o.weight_decay, grad_clip=train.grad_clip)
+        return learning_rates.schedule(o.schedule, o.lr, min_lr, o.warmup, self.config.train.steps)
 
     def _initial_value(self, part: str, piece: Piece, box: Box) -> Tensor:
-        return initial(piece, box, self.config.train.seed)
+        seed = self.config.train.seed
+        return initial(piece, box, seed) if self.wrapped is None else self.wrapped.initial(piece, box, seed)
+
+    def _hook_up(self, mine: list[nn.Module]) -> Hooks | None:
+        if self.wrapped is None:
+            table.install((m for layer in mine for m in layer.modules()), self.layout, self.gatherer)
+            return None
+        self.wrapped.initialised(self.topology.device)
+        return Hooks(self.wrapped.module, self.wrapped.units, self.layout, self.gatherer, self.reducer)
 
     def _check_same_configuration(self) -> None:
         """Makes sure that all ranks mean the same run, before they meet in anything that depends on it: a rank that
@@ -154,7 +200,8 @@ class Engine:
     def _check_same_buckets(self) -> None:
         """Makes sure that data ranks will sum the same things: a model that is built in another order on one of them
         has buckets of the same sizes with other parameters in them."""
-        cuts = [(b.first, b.last, [(s.spec.name, s.first) for s in b.slots()]) for b in self.layout.buckets]
+        everything = (*self.layout.buckets, *self.layout.frozen)
+        cuts = [(b.first, b.last, [(s.spec.name, s.first) for s in b.slots()]) for b in everything]
         mine, data = hashlib.sha256(repr(cuts).encode()).hexdigest(), self.topology.axis("dp")
         for rank, other in zip(data.ranks, collectives.exchange(mine, data), strict=True):
             if other != mine:
@@ -168,76 +215,141 @@ class Engine:
         batch: 'tokens' and 'labels', int64 [b s], b a multiple of the micro-batch size; labels below 0 are not
         counted; 'samples', int64 [b], global sample indices, by default in order of consumption.
         """
-        times = [time.perf_counter()]
+        began = time.perf_counter()
         micros = self._micro_batches(batch, training=True)
-        self.reducer.begin(len(micros))
+        self.begin(len(micros))
         losses = self.executor.run(self._plan(len(micros)), micros, self._boundary(batch))
-        times.append(time.perf_counter())
+        self._backwards_s = time.perf_counter() - began
+        tokens = next(iter(batch.values())).numel() * self.topology.dp
+        self.consumed += len(next(iter(batch.values()))) * self.topology.dp
+        return self.update(self._carry(losses), tokens)
+
+    def begin(self, microbatches: int) -> None:
+        """Begins an optimizer step of so many micro-batches; `step` does this by itself."""
+        if self.wrapped is not None:
+            self.wrapped.train()
+        self.reducer.begin(microbatches)
+        self._backwards_s = 0.0
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module; called between `begin` and `update`, it gathers its parameters as it runs."""
+        if self.wrapped is None:
+            raise AttributeError("a model of threed.layers runs by `step` and `evaluate` only")
+        return self.wrapped.module
+
+    def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
+        """The backward of one micro-batch of a wrapped module: of loss * weight, scaled as precision asks."""
+        began = time.perf_counter()
+        torch.autograd.backward((loss * (self.optimizer.scaler.scale * weight).to(loss.dtype),))
+        self._pass_ended()
+        self._backwards_s += time.perf_counter() - began
+
+    def update(self, loss: Tensor, tokens: int = 0) -> StepMetrics:
+        """Ends an optimizer step: sums what is left of the gradients, and updates. Collective.
+
+        loss: fp64 [1], this rank's part of a sum over all ranks. tokens: of the global batch, for the metrics.
+        """
+        times = [time.perf_counter()]
+        self.gatherer.release_all()
         slices = self.reducer.finish()
         times.append(time.perf_counter())
-        update = self.optimizer.step(slices, self._carry(losses))
+        update = self.optimizer.step(slices, loss)
         times.append(time.perf_counter())
         self.steps += 1
-        self.consumed += len(batch["tokens"]) * self.topology.dp
-        tokens = batch["tokens"].numel() * self.topology.dp
-        seconds = {name: b - a for name, a, b in zip(PHASES, times[:-1], times[1:], strict=True)}
-        skipped = self.optimizer.skips.clone()
-        return StepMetrics(self.steps, tokens, update.sums[0], update.grad_norm, update.lr, skipped, seconds)
+        seconds = dict(zip(PHASES, (self._backwards_s, times[1] - times[0], times[2] - times[1]), strict=True))
+        return StepMetrics(
+            self.steps, tokens, update.sums[0], update.grad_norm, update.lr, update.loss_scale,
+            self.optimizer.skips.clone(), seconds,
+        )  # fmt: skip
+
+    def _pass_ended(self, chunk: int = 0) -> None:
+        self.reducer.pass_ended()
+        if self.hooks is not None:
+            self.hooks.pass_ended()
 
     def evaluate(self, batch: Batch) -> Tensor:
         """The mean token loss (scalar tensor, on every rank) of this data rank's share of a batch, without training."""
         micros = self._micro_batches(batch, training=False)
+        if self.wrapped is not None:
+            self.wrapped.eval()
         losses = self.executor.run(self._forward_plan(len(micros)), micros, self._boundary(batch))
-        return collectives.sum_of_scalars(self._carry(losses), self.topology.axis("world"))[0]
+        self._forwards_ended()
+        return collectives.sum_of_scalars(self._carry(losses, 1.0), self.topology.axis("world"))[0]
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Logits [b s v/t] of tokens [b s], cut by vocabulary, on the last stage; None on the others."""
         micro = MicroBatch(tokens.to(self.topology.device), training=False)
         outputs = self.executor.run(self._forward_plan(1), [micro], self._boundary({"tokens": tokens}, len(tokens)))
+        self._forwards_ended()
         return outputs[0].transpose(0, 1) if outputs else None
 
-    def _carry(self, losses: list[Tensor]) -> Tensor:
+    def _forwards_ended(self) -> None:
+        if self.hooks is not None:
+            self.hooks.pass_ended()
+        self.gatherer.release_all()
+
+    def _carry(self, losses: list[Tensor], scale: Tensor | float | None = None) -> Tensor:
         """This rank's part of the loss, fp64 [1]: what the last stage's first tensor rank computed, else zero."""
         device = self.topology.device
         if not losses or self.topology.axis("tp").index > 0:
             return torch.zeros(1, dtype=torch.float64, device=device)
-        return torch.stack(losses).double().sum().view(1)
+        return torch.stack(losses).double().sum().view(1) / (self.optimizer.scaler.scale if scale is None else scale)
 
     def _micro_batches(self, batch: Batch, training: bool) -> list[MicroBatch]:
-        size, rows = self.config.train.micro_batch, len(batch["tokens"])
+        size, rows = self.config.train.micro_batch, len(next(iter(batch.values())))
         if rows == 0 or rows % size:
             raise ValueError(f"this rank's batch of {rows} sequences is not a multiple of micro-batch {size}")
         device = self.topology.device
+        scale = self.optimizer.scaler.scale if training else 1.0
+        if self.wrapped is not None:
+            return self._inputs(self.wrapped, batch, rows // size, scale, training)
         tokens, labels = batch["tokens"].to(device), batch["labels"].to(device)
         samples = batch["samples"].to(device) if "samples" in batch else self._samples(rows)
-        weight = self._weight(labels)
+        weight = self._weight((labels >= 0).sum().double(), scale)
         return [
             MicroBatch(t, y, n, weight, self.steps, training)
             for t, y, n in zip(tokens.split(size), labels.split(size), samples.split(size), strict=True)
         ]
 
+    def _inputs(
+        self, wrapped: Wrapped, batch: Batch, count: int, scale: Tensor | float, training: bool
+    ) -> list[MicroBatch]:
+        """Micro-batches of a wrapped module: each one's mean loss weighs as much as the items it is a mean over."""
+        whole = {key: self._placed(value) for key, value in batch.items()}
+        parts = [{key: value.chunk(count)[i] for key, value in whole.items()} for i in range(count)]
+        items = [wrapped.count(part) for part in parts]
+        weight = self._weight(torch.stack(items).sum(), scale)
+        return [
+            MicroBatch(weight=n if weight is None else n * weight, step=self.steps, training=training, inputs=part)
+            for n, part in zip(items, parts, strict=True)
+        ]
+
+    def _placed(self, value: Tensor) -> Tensor:
+        """On the device, and in the compute dtype if it is a number with a point."""
+        return value.to(self.topology.device, self.dtype if value.is_floating_point() else value.dtype)
+
     def _samples(self, rows: int) -> Tensor:
         first = self.consumed + self.topology.axis("dp").index * rows
         return torch.arange(first, first + rows, device=self.topology.device)
 
-    def _weight(self, labels: Tensor) -> Tensor | None:
-        """1 / the global number of valid tokens; needed, and so agreed upon, on the last stage only."""
+    def _weight(self, valid: Tensor, scale: Tensor | float) -> Tensor | None:
+        """The loss scale / the global number of valid tokens; needed, and so agreed upon, on the last stage only."""
         if self.stage_index < self.topology.pp - 1:
             return None
-        valid = (labels >= 0).sum().double().view(1)
-        return 1.0 / collectives.sum_of_scalars(valid, self.topology.axis("dp"))[0].clamp(min=1)
+        return scale / collectives.sum_of_scalars(valid.view(1), self.topology.axis("dp"))[0].clamp(min=1)
 
     def _boundary(self, batch: Batch, rows: int | None = None) -> Boundary:
-        length = batch["tokens"].shape[1]
+        length = 0 if self.wrapped is not None else batch["tokens"].shape[1]
         first, last = self.model.slicing.rows(length)
         shape = (last - first, rows or self.config.train.micro_batch, self.model.hidden)
         return Boundary(shape, self.dtype, self.topology.device)
 
     def _plan(self, microbatches: int) -> Plan:
-        return lowered(self.config.parallel.schedule, self.topology.pp, microbatches)
+        return lowered(self.config.parallel.schedule, self.topology.pp, microbatches, self.config.zero.stage == 3)
 
     def _forward_plan(self, microbatches: int) -> Plan:
-        return lowered("forward-only", self.topology.pp, microbatches)
+        return lowered("forward-only", self.topology.pp, microbatches, self.config.zero.stage == 3)
 
     def record(self, on: bool = True) -> list[Span]:
         """Starts (or stops) to record what runs when; gives the spans recorded so far."""
@@ -264,9 +376,12 @@ class Engine:
 
     def load_full_state_dict(self, weights: Mapping[str, Tensor]) -> None:
         """Takes weights from full tensors by global name, which every rank must pass; moments stay as they are."""
-        missing = {r.piece.name for r in records.records(self.optimizer, ("weight",))} - set(weights)
-        if missing:
-            raise KeyError(f"weights are missing: {', '.join(sorted(missing)[:10])}")
+        mine = {r.piece.name for r in records.records(self.optimizer, (records.WEIGHT,))}
+        everyone = collectives.exchange(sorted(mine), self.topology.axis("world"))
+        names = {name for rank in everyone for name in rank}
+        for what, wrong in (("are missing", names - set(weights)), ("the model does not have", set(weights) - names)):
+            if wrong:
+                raise KeyError(f"weights {what}: {', '.join(sorted(wrong)[:10])}")
 
         def source(part: str, piece: Piece, box: Box) -> Tensor:
             full = weights[piece.name]
@@ -274,4 +389,4 @@ class Engine:
                 raise ValueError(f"{piece.name}: shape {tuple(full.shape)}, the model has {piece.shape}")
             return full[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
 
-        records.fill(self.optimizer, source, ("weight",))
+        records.fill(self.optimizer, source, (records.WEIGHT,))

@@ -13,22 +13,27 @@ from threed import schedules
 from threed.config import Config
 from threed.models.dimensions import decoder, layer_flops
 from threed.pipeline.build import partition
-from threed.planner import LayerCost, rank_bytes, regime, stage_parameters, transformer_costs
+from threed.planner import LayerCost, communication_bytes, rank_bytes, regime, stage_parameters, transformer_costs
 from threed.planner import train_flops_per_token as flops_per_token
 from threed.precision import dtype
 from threed.topology import AXES, coordinates, grid_sizes, place_label
 
 MIB = 2**20
+MOMENTS = {"adamw": 2, "sgd": 1, "lion": 1}  # what an optimizer keeps of each parameter
 
 
 @dataclass(frozen=True)
 class RankForecast:
-    """A rank's layers, and the bytes it will hold: parameters, gradients, optimizer, activations, buffers, peak."""
+    """A rank's layers, and the bytes it will hold: parameters, gradients, optimizer, activations, buffers, peak.
+
+    sends: bytes it sends in a step over tp, pp, dp and cp.
+    """
 
     rank: int
     label: str
     layers: range
     bytes: dict[str, int]
+    sends: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,15 @@ class Forecast:
         flops = layer_flops(config.model, train.micro_batch)
         stages = partition(p.partition, flops, p.pp)
         microbatches = train.global_batch // (train.micro_batch * sizes["dp"])
-        timeline = _timeline(config, flops, stages, microbatches)
+        plan = schedules.build(p.schedule, p.pp, microbatches)
+        timeline = _timeline(flops, stages, plan)
         whole = decoder(config.model, micro_batch=train.micro_batch)
-        ranks = [_rank(config, sizes, rank, stages, timeline) for rank in range(world)]
+        held = _held_and_sent(config, sizes, stages, plan, timeline)
+        ranks = []
+        for rank in range(world):
+            place = coordinates(rank, sizes)
+            stage, column = place["pp"], place["tp"]
+            ranks.append(RankForecast(rank, place_label(place, sizes), stages[stage], *held[stage, column]))
         parameters = stage_parameters(transformer_costs(whole, config.model.layers))
         per_token = flops_per_token(whole, config.model.layers)
         return cls(config, sizes, parameters, microbatches, timeline.bubble, per_token, ranks)
@@ -62,13 +73,16 @@ class Forecast:
         """The forecast for people: one line a fact, one line a rank (the first 16)."""
         c, train = self.config, self.config.train
         grid = " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1) or "one rank"
-        widths = _width(c.precision.dtype), _width(c.precision.grad_dtype or "fp32")
+        widths, moments = _widths(c), MOMENTS.get(c.optim.name, 2)
+        sends = {axis: max(rank.sends[axis] for rank in self.ranks) for axis in AXES}
+        sent = " + ".join(f"{axis} {size / MIB:.1f}" for axis, size in sends.items() if size)
         lines = [
             f"model      {c.model.arch}, {self.parameters / 1e6:.2f} M parameters, {c.precision.dtype}",
-            f"states     {regime(*widths, c.zero.stage, self.sizes['dp'])}",
+            f"states     {regime(*widths, **_sharing(c, self.sizes['dp']), moments=moments)}",
             f"ranks      {grid}",
             f"a step     {train.global_batch} × {c.model.seq} tokens, {self.microbatches} micro-batches a data rank",
             f"pipeline   {c.parallel.schedule}, ideal bubble {self.bubble:.1%}",
+            *([f"traffic    up to {sent} MiB sent by a rank in a step"] if sent else []),
             *(_line(rank) for rank in self.ranks[:16]),
         ]
         return "\n".join(lines + [f"  … and {len(self.ranks) - 16} more"] * (len(self.ranks) > 16))
@@ -80,14 +94,30 @@ def _line(rank: RankForecast) -> str:
     return f"  rank {rank.rank:<3} {rank.label:<15} {layers:<14} {rank.bytes['peak'] / MIB:8.1f} MiB = {parts}"
 
 
+def _widths(config: Config) -> tuple[int, int]:
+    """Bytes of a parameter and of a gradient."""
+    return _width(config.precision.dtype), _width(config.precision.grad_dtype or "fp32")
+
+
 def _width(name: str) -> int:
     return dtype(name).itemsize
 
 
-def _timeline(config: Config, flops: Sequence[float], stages: Sequence[range], microbatches: int) -> schedules.Timeline:
+def _sharing(config: Config, data_ranks: int) -> dict[str, int]:
+    """Who holds slices of what, in the planner's words."""
+    zero = config.zero
+    shards = data_ranks if zero.shard_size == "all" or zero.stage == 0 else zero.shard_size
+    return {
+        "zero_stage": zero.stage,
+        "shards": shards,
+        "replicas": data_ranks // shards,
+        "resident": zero.resident,
+    }
+
+
+def _timeline(flops: Sequence[float], stages: Sequence[range], plan: schedules.Plan) -> schedules.Timeline:
     """The schedule played out with each stage's own cost; backward is twice forward."""
     forward = tuple(sum(flops[i] for i in stage) / 3 for stage in stages)
-    plan = schedules.build(config.parallel.schedule, config.parallel.pp, microbatches)
     return schedules.simulate(plan, schedules.Costs(forward, forward, forward))
 
 
@@ -101,19 +131,42 @@ def layer_costs(config: Config, tensor_rank: int) -> list[LayerCost]:
     return transformer_costs(dims, config.model.layers)
 
 
-def _rank(
-    config: Config, sizes: dict[str, int], rank: int, stages: Sequence[range], timeline: schedules.Timeline
-) -> RankForecast:
-    place = coordinates(rank, sizes)
-    stage = stages[place["pp"]]
-    layers = layer_costs(config, place["tp"])[stage.start : stage.stop]
-    held = rank_bytes(
-        layers, live=timeline.peak_activations[place["pp"]], param_bytes=_width(config.precision.dtype),
-        grad_bytes=_width(config.precision.grad_dtype or "fp32"), zero_stage=config.zero.stage, shards=sizes["dp"],
+def _held_and_sent(
+    config: Config, sizes: dict[str, int], stages: Sequence[range], plan: schedules.Plan, timeline: schedules.Timeline
+) -> dict[tuple[int, int], tuple[dict[str, int], dict[str, int]]]:
+    """Bytes held and sent by (stage, tensor rank): data-parallel ranks are alike."""
+    found = {}
+    for column in range(sizes["tp"]):
+        costs = layer_costs(config, column)
+        for stage, layers in enumerate(stages):
+            held = _held(config, sizes, costs[layers.start : layers.stop], timeline.peak_activations[stage])
+            found[stage, column] = held, _sent(config, sizes, costs, layers, plan.ranks[stage], plan.microbatches)
+    return found
+
+
+def _held(config: Config, sizes: dict[str, int], layers: Sequence[LayerCost], live: float) -> dict[str, int]:
+    param_bytes, grad_bytes = _widths(config)
+    return rank_bytes(
+        layers, live=live, param_bytes=param_bytes, grad_bytes=grad_bytes, moments=MOMENTS.get(config.optim.name, 2),
+        prefetch=config.zero.prefetch, **_sharing(config, sizes["dp"]),
         bucket_bytes=int(config.zero.bucket_mib * MIB),
         message_bytes=2 * layers[0].output_bytes if sizes["pp"] > 1 else 0,
     )  # fmt: skip
-    return RankForecast(rank, place_label(place, sizes), stage, held)
+
+
+def _sent(
+    config: Config, sizes: dict[str, int], costs: Sequence[LayerCost], stage: range,
+    actions: Sequence[schedules.Action], microbatches: int,
+) -> dict[str, int]:  # fmt: skip
+    first, last = stage.start == 0, stage.stop == len(costs)
+    param_bytes, grad_bytes = _widths(config)
+    return communication_bytes(
+        costs[stage.start : stage.stop], microbatches=microbatches, actions=actions, param_bytes=param_bytes,
+        reduce_bytes=_width(config.precision.reduce_dtype) if config.precision.reduce_dtype else grad_bytes,
+        prefetch=config.zero.prefetch, **_sharing(config, sizes["dp"]), last=last,
+        input_bytes=0 if first else costs[stage.start - 1].output_bytes,
+        tied_elsewhere=bool(config.model.tied) and first != last,
+    )  # fmt: skip
 
 
 def checkpoint_bytes(parameters: int, name: str) -> int:

@@ -136,6 +136,9 @@ def _flat_boxes(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
     if first >= last:
         return
+    if not shape:
+        yield (), (), 0
+        return
     if len(shape) == 1:
         yield (first,), (last - first,), 0
         return

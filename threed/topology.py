@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 AXES = ("pp", "dp", "cp", "tp")
+_DERIVED = re.compile(r"(pp|dp|cp|tp)(?:([/%])(\d+))?(?:@\w+)?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,14 +125,18 @@ class Topology:
     def prepare(self, blocks: Iterable[str] = (), ties: Iterable[tuple[int, ...]] = ()) -> None:
         """Makes the groups that a model asks for beyond the grid's lines. Collective over the world, same arguments.
 
-        blocks: axes such as "tp/2", blocks of two neighbours on the tp axis. ties: pipeline stages that hold copies
-        of one weight; the ranks of these stages in one column of the grid become an axis.
+        blocks: axes such as "tp/2" (the block of two neighbours on the tp axis that this rank is in), "dp%2" (every
+        second rank of dp, from this one's block on: the same place in every block of two), and either of them, or a
+        whole axis, with "@name": the same ranks with a communicator of their own. ties: pipeline stages that hold
+        copies of one weight; the ranks of these stages in one column of the grid become an axis.
         """
         for name in sorted(set(blocks) - set(self._axes)):
-            base, _, width = name.partition("/")
-            line, n = self._axes[base], int(width)
+            base, kind, width = _DERIVED.fullmatch(name).groups()  # type: ignore[union-attr]
+            line = self._axes[base]
+            n = int(width) if width else line.size
             first = line.index // n * n
-            self._axes[name] = self._line(base, line.ranks[first : first + n])
+            ranks = line.ranks[line.index % n :: n] if kind == "%" else line.ranks[first : first + n]
+            self._axes[name] = self._line(base, ranks)
         for stages in sorted(set(ties) - set(self._ties)):
             line = self._axes["pp"]
             self._ties[stages] = self._line("pp", tuple(line.ranks[s] for s in stages))

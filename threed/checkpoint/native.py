@@ -36,7 +36,7 @@ from threed.config import Config
 from threed.sharding import Box, Piece, intersect
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import Record, fill, records
+from threed.zero.records import WEIGHT, Record, fill, records
 
 FORMAT = "threed-checkpoint"
 VERSION = 1
@@ -59,7 +59,7 @@ def save(path: Path, optimizer: Optimizer, topology: Topology, config: Config, s
     _agree([e.get("error") for e in entries], building, everyone)
     problem = None
     if everyone.index == 0:
-        counters = {"updates": float(optimizer.updates), "skips": float(optimizer.skips)}
+        counters = {"updates": float(optimizer.updates), "skips": float(optimizer.skips), **optimizer.scaler.state()}
         body = _manifest(config, topology, {**state, **counters}, entries)
         problem = _publish(building, path, body)
     _agree(collectives.exchange(problem, everyone), building, everyone)
@@ -251,6 +251,7 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config) -
     state = dict(manifest["state"])
     optimizer.updates.fill_(state["updates"])
     optimizer.skips.fill_(state["skips"])
+    optimizer.scaler.restore(state)
     return state
 
 
@@ -275,20 +276,24 @@ def model_differences(manifest: Mapping[str, Any], config: Config) -> list[str]:
 # ------------------------------------------------------------------------------------------------------- collecting
 
 
-def collect(optimizer: Optimizer, topology: Topology) -> dict[str, Tensor]:
-    """Global names -> full weights on rank 0 (masters, on the CPU), an empty dict elsewhere. Collective."""
+def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dict[str, Tensor]:
+    """Global names -> full tensors on rank 0 (at least fp32, on the CPU), an empty dict elsewhere. Collective.
+
+    part: the weights (masters), or one of the parts that the optimizer's rule keeps.
+    """
     everyone = topology.axis("world")
-    mine = [record for record in records(optimizer, ("weight",)) if record.owned]
-    empty = torch.empty(0, dtype=optimizer.states[0].master.dtype, device=topology.device)
-    flat = torch.cat([empty, *(record.values.reshape(-1) for record in mine)])
+    mine = [record for record in records(optimizer, (part,)) if record.owned]
+    wide = torch.float64 if optimizer.layout.policy.param_dtype == torch.float64 else torch.float32
+    empty = torch.empty(0, dtype=wide, device=topology.device)
+    flat = torch.cat([empty, *(record.values.reshape(-1).to(wide) for record in mine)])
     about = [[r.piece.name, r.piece.shape, r.box.start, r.box.size] for r in mine]
     full: dict[str, Tensor] = {}
     everything = collectives.exchange(about, everyone)
-    for part, boxes in zip(collectives.gather_to_first(flat, everyone), everything, strict=False):
+    for values, boxes in zip(collectives.gather_to_first(flat, everyone), everything, strict=False):
         at = 0
         for name, shape, start, size in boxes:
             n = math.prod(size)
-            target = full.setdefault(name, part.new_empty(shape))
-            target[tuple(slice(a, a + m) for a, m in zip(start, size, strict=True))] = part[at : at + n].view(size)
+            target = full.setdefault(name, values.new_empty(shape))
+            target[tuple(slice(a, a + m) for a, m in zip(start, size, strict=True))] = values[at : at + n].view(size)
             at += n
     return full

@@ -12,6 +12,8 @@ from threed.layers.slicing import MicroBatch, Slicing
 class Embedding(nn.Module):
     """Token ids -> x [s b h] (or [s/t b h]): word vectors, learned positions if any, dropout."""
 
+    backward_reads_weights = False
+
     def __init__(
         self, name: str, vocab: int, hidden: int, slicing: Slicing, *, positions: int | None = None,
         dropout: float = 0.0, std: float = 0.02,

@@ -36,6 +36,8 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
         local, held, table = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return None, None, None
         sink = sink_of(table)
         # Off-shard ids add zero to row 0: cheaper than selecting, and free of a size that depends on the data.
         rows = (dy * held.unsqueeze(-1)).flatten(0, -2)

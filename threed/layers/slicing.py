@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ class MicroBatch:
 
     tokens, labels: int64 [b s]; a label below 0 is not counted. samples: int64 [b], global sample indices.
     weight: what the sum of token losses is multiplied by, 1 / the step's global number of valid tokens (a scalar
-    tensor). step and training rule dropout.
+    tensor). step and training rule dropout. inputs: the keyword arguments of a wrapped module.
     """
 
     tokens: Tensor | None = None
@@ -63,6 +64,7 @@ class MicroBatch:
     weight: Tensor | None = None
     step: int = 0
     training: bool = True
+    inputs: Mapping[str, Any] | None = None
 
 
 class GradSink(Protocol):

@@ -11,6 +11,7 @@ from threed.config import ModelConfig
 from threed.layers import Slicing
 from threed.models.gpt import GPT
 from threed.models.llama import Llama
+from threed.models.wrapped import Wrapped as Wrapped
 
 ARCHITECTURES: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
 

@@ -6,33 +6,27 @@ host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from threed.ops.update import Moment
+
 
 @dataclass(frozen=True)
 class Adam:
-    """The constants of the update."""
+    """The constants of the update; see `Rule`."""
 
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    parts: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
-
-@dataclass(frozen=True, eq=False)
-class Moment:
-    """What changes from step to step, as scalar tensors.
-
-    lr: learning rate. step: this update's number, from 1. scale: what the gradient is multiplied by (clipping).
-    skip: 1.0 where the update must not happen (a gradient that is not finite), else 0.0.
-    """
-
-    lr: Tensor
-    step: Tensor
-    scale: Tensor
-    skip: Tensor
+    def update(self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float) -> None:
+        """One update in place, by the fused kernel."""
+        adamw_(p, g, state[0], state[1], now, self, decay)
 
 
 def reference(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: Moment, adam: Adam, decay: float) -> None:

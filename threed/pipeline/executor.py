@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from threed.collectives import Pending
 from threed.layers.slicing import MicroBatch
 from threed.pipeline.stage import Stage
 from threed.pipeline.transport import Transport
-from threed.schedules.action import Action, Kind, Plan
+from threed.schedules.action import COMPUTE, Action, Kind, Plan
 
 Span = tuple[Action, float, float]
 
@@ -35,18 +35,30 @@ class Boundary:
     device: torch.device
 
 
+def with_next_compute(actions: Sequence[Action]) -> Iterator[tuple[Action, Action | None]]:
+    """Every action, and the next one after it that computes."""
+    following: list[Action | None] = []
+    then: Action | None = None
+    for action in reversed(actions):
+        following.append(then)
+        then = action if action.kind in COMPUTE else then
+    return zip(actions, reversed(following), strict=True)
+
+
 class Executor:
     """Runs plans over the stages (chunks) of one pipeline rank.
 
-    on_reduce(chunk) is called where the plan says that a chunk's gradients are complete. `spans`, when given a list,
-    collects what ran when: (action, start, end) in seconds of `time.perf_counter`.
+    on_backward(chunk) is called after each backward, on_reduce(chunk) where the plan says that a chunk's gradients are
+    complete. `spans`, when given a list, collects what ran when: (action, start, end) in seconds of
+    `time.perf_counter`.
     """
 
     def __init__(
-        self, stages: Sequence[Stage], transport: Transport, rank: int, on_reduce: Callable[[int], None] | None = None
-    ) -> None:
+        self, stages: Sequence[Stage], transport: Transport, rank: int,
+        on_reduce: Callable[[int], None] | None = None, on_backward: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
         self.stages, self.transport, self.rank = stages, transport, rank
-        self.on_reduce = on_reduce
+        self.on_reduce, self.on_backward = on_reduce, on_backward
         self.spans: list[Span] | None = None
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
@@ -55,18 +67,20 @@ class Executor:
             Kind.SEND_B: self._send,
             Kind.RECV_F: self._receive,
             Kind.RECV_B: self._receive,
+            Kind.GATHER: self._gather,
             Kind.REDUCE: self._reduce,
         }
 
     def run(self, plan: Plan, micros: Sequence[MicroBatch], boundary: Boundary) -> list[Tensor]:
         """Runs this rank's part of a lowered plan; the model's outputs (losses) in micro-batch order, where it ends."""
         self._plan, self._micros, self._boundary = plan, micros, boundary
+        self._then: Action | None = None
         self._arriving: dict[tuple[Kind, int, int], Pending | Tensor] = {}
         self._leaving: dict[tuple[Kind, int, int], Tensor] = {}
         self._sent: deque[Pending] = deque()
         self._outputs: dict[int, Tensor] = {}
-        for action in plan.ranks[self.rank]:
-            self._began = time.perf_counter()
+        for action, then in with_next_compute(plan.ranks[self.rank]):
+            self._began, self._then = time.perf_counter(), then
             self._handlers[action.kind](action)
             if self.spans is not None:
                 self.spans.append((action, self._began, time.perf_counter()))
@@ -76,7 +90,8 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         x = self._take(Kind.RECV_F, action)
-        y = self.stages[action.chunk].forward(action.microbatch, x, self._micros[action.microbatch])
+        keep = self._then is not None and self._then.kind is Kind.B and self._then.chunk == action.chunk
+        y = self.stages[action.chunk].forward(action.microbatch, x, self._micros[action.microbatch], keep)
         if self._plan.consumer(self.rank, action) is None:
             self._outputs[action.microbatch] = y
         else:
@@ -84,7 +99,10 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         dy = self._take(Kind.RECV_B, action)
-        dx = self.stages[action.chunk].backward(action.microbatch, dy)
+        keep = self._then is not None and self._then.kind is Kind.F and self._then.chunk == action.chunk
+        dx = self.stages[action.chunk].backward(action.microbatch, dy, keep)
+        if self.on_backward is not None:
+            self.on_backward(action.chunk)
         if dx is not None:
             self._give(Kind.SEND_B, Kind.RECV_B, action, dx)
 
@@ -122,6 +140,11 @@ class Executor:
         out = torch.empty(b.shape, dtype=b.dtype, device=b.device)
         key = (action.kind, action.microbatch, action.chunk)
         self._arriving[key] = self.transport.receive(out, source[0], self.rank)
+
+    def _gather(self, action: Action) -> None:
+        """Begins what the next compute action will wait for first, while this rank waits for messages."""
+        if self._then is not None:
+            self.stages[action.chunk].start(backward=self._then.kind is Kind.B)
 
     def _reduce(self, action: Action) -> None:
         if self.on_reduce is not None:

@@ -16,15 +16,18 @@ from threed.planner.costs import (
     embedding_cost,
     fully_recomputed,
     head_cost,
+    sliced_parameters,
     stage_parameters,
     train_flops_per_token,
     transformer_costs,
 )
+from threed.planner.gathering import Gathering, gathering
 from threed.planner.memory import optimizer_bytes, rank_bytes, regime
 from threed.planner.partition import balanced, explicit, uniform
 
 __all__ = [
     "Decoder",
+    "Gathering",
     "LayerCost",
     "balanced",
     "block_cost",
@@ -33,10 +36,12 @@ __all__ = [
     "embedding_cost",
     "explicit",
     "fully_recomputed",
+    "gathering",
     "head_cost",
     "optimizer_bytes",
     "rank_bytes",
     "regime",
+    "sliced_parameters",
     "stage_parameters",
     "train_flops_per_token",
     "transformer_costs",

@@ -31,6 +31,8 @@ class LayerCost:
     estimate). output_bytes: what is handed to the next layer. tp_bytes: sent to the other tensor ranks in forward and
     backward. partial_elements: gradients to be summed over tensor ranks once a step, as elements this rank sends.
     tied_parameters: those of `parameters` that are one tensor wherever layers with such parameters share a stage.
+    sizes: elements of each of its parameters on this rank, `parameters` in sum; empty: one parameter.
+    backward_reads: whether its backward needs its weights (that of a look-up does not).
     """
 
     name: str
@@ -43,6 +45,21 @@ class LayerCost:
     tp_bytes: int = 0
     partial_elements: int = 0
     tied_parameters: int = 0
+    sizes: tuple[int, ...] = ()
+    backward_reads: bool = True
+
+    def __post_init__(self) -> None:
+        if self.sizes and sum(self.sizes) != self.parameters:
+            raise ValueError(f"{self.name}: sizes add up to {sum(self.sizes)}, not to its {self.parameters} parameters")
+
+    @property
+    def largest(self) -> int:
+        """Elements of its largest parameter."""
+        return max(self.sizes, default=self.parameters)
+
+    def sliced(self, resident: int) -> int:
+        """Elements of its parameters that have `resident` elements or more: those that ZeRO-3 keeps as slices."""
+        return sum(size for size in self.sizes or (self.parameters,) if size >= resident)
 
     @property
     def flops(self) -> int:
@@ -150,6 +167,8 @@ def embedding_cost(dims: Decoder) -> LayerCost:
     return LayerCost(
         name="embedding",
         parameters=words + positions,
+        sizes=(words, positions) if positions else (words,),
+        backward_reads=False,
         flops_forward=0,
         flops_backward=0,
         activation_bytes=dims.tokens * (INDEX_BYTES + MASK_BYTES) + _dropout_bytes(dims),
@@ -169,10 +188,11 @@ def block_cost(dims: Decoder, name: str = "block") -> LayerCost:
     heads, wide = (2 * dims.query_width + 2 * dims.kv_width), dims.share(dims.ffn) * (3 if dims.gated else 2)
     matmuls = 2 * dims.tokens * dims.hidden * (heads + wide)
     attention = 4 * dims.tokens * dims.seq * dims.query_width
-    forward = matmuls + attention
+    forward, sizes = matmuls + attention, _block_sizes(dims)
     return LayerCost(
         name=name,
-        parameters=_block_parameters(dims),
+        parameters=sum(sizes),
+        sizes=sizes,
         flops_forward=forward,
         flops_backward=2 * forward,
         activation_bytes=_attention_bytes(dims) + _feed_forward_bytes(dims),
@@ -189,7 +209,7 @@ def head_cost(dims: Decoder, name: str = "head") -> LayerCost:
     Cross entropy keeps the exponentials of the logits, in their own memory or, from 16-bit ones, in an fp32 copy, and
     exchanges three numbers per token (maximum, sum, the target's logit).
     """
-    vocab, norm = dims.share(dims.vocab), _norm_parameters(dims)
+    vocab, norm = dims.share(dims.vocab), sum(_norm_sizes(dims))
     forward = 2 * dims.tokens * dims.hidden * vocab
     normed = _norm_bytes(dims, dims.norm, dims.local_tokens, dims.hidden) + _hidden_bytes(dims, dims.tokens)
     narrow = dims.element_bytes if dims.element_bytes < 4 else 0
@@ -197,6 +217,7 @@ def head_cost(dims: Decoder, name: str = "head") -> LayerCost:
     return LayerCost(
         name=name,
         parameters=norm + vocab * dims.hidden,
+        sizes=(*_norm_sizes(dims), vocab * dims.hidden),
         flops_forward=forward,
         flops_backward=2 * forward,
         activation_bytes=normed
@@ -217,21 +238,24 @@ def _dropout_bytes(dims: Decoder) -> int:
     return dims.local_tokens * dims.hidden * MASK_BYTES * dims.dropout
 
 
-def _norm_parameters(dims: Decoder) -> int:
-    return dims.hidden * (2 if dims.norm == "layernorm" else 1)
+def _norm_sizes(dims: Decoder) -> tuple[int, ...]:
+    return (dims.hidden,) * (2 if dims.norm == "layernorm" else 1)
 
 
-def _block_parameters(dims: Decoder) -> int:
+def _block_sizes(dims: Decoder) -> tuple[int, ...]:
+    """Query, key and value are one parameter, unless ranks share kv heads; gate and up are one."""
     q, kv, f, h = dims.query_width, dims.kv_width, dims.share(dims.ffn), dims.hidden
-    ups = 2 if dims.gated else 1
-    weights = h * (2 * q + 2 * kv) + h * f * (ups + 1)
-    biases = (q + 2 * kv + h) + (f * ups + h) if dims.bias else 0
-    return weights + biases + 2 * _norm_parameters(dims) + 2 * dims.head_size * dims.qk_norm
+    projections = (q, 2 * kv) if dims.kv_sharers > 1 else (q + 2 * kv,)
+    outputs = (*projections, f * (2 if dims.gated else 1))
+    weights = (*(h * out for out in outputs), q * h, f * h)
+    biases = (*outputs, h, h) if dims.bias else ()
+    head_norms = (dims.head_size,) * 2 if dims.qk_norm else ()
+    return (*weights, *biases, *_norm_sizes(dims) * 2, *head_norms)
 
 
 def _block_partial_elements(dims: Decoder) -> int:
     """Parameters that every tensor rank holds, where each saw part of the sequence or of the heads only."""
-    between = 2 * _norm_parameters(dims) + 2 * dims.hidden * dims.bias if dims.scattered else 0
+    between = 2 * sum(_norm_sizes(dims)) + 2 * dims.hidden * dims.bias if dims.scattered else 0
     shared = 2 * dims.kv_width * (dims.hidden + dims.bias)
     return ring.all_reduce(between + 2 * dims.head_size * dims.qk_norm, dims.tensor) + ring.all_reduce(
         shared, dims.kv_sharers
@@ -298,6 +322,12 @@ def stage_parameters(costs: Sequence[LayerCost]) -> int:
     """Parameters of the layers of one stage on one tensor rank; tied ones count once. Of a whole model: its size."""
     tied = [cost.tied_parameters for cost in costs if cost.tied_parameters]
     return sum(cost.parameters for cost in costs) - sum(tied) + max(tied, default=0)
+
+
+def sliced_parameters(costs: Sequence[LayerCost], resident: int) -> int:
+    """Those of `stage_parameters` that ZeRO-3 keeps as slices: of parameters with `resident` elements or more."""
+    tied = [cost.tied_parameters for cost in costs if cost.tied_parameters >= max(resident, 1)]
+    return sum(cost.sliced(resident) for cost in costs) - sum(tied) + max(tied, default=0)
 
 
 def train_flops_per_token(dims: Decoder, layers: int) -> float:

@@ -1,39 +1,55 @@
 """Bytes that one rank needs, by what they are for.
 
-Use: `rank_bytes(stage_layers, live=timeline.peak_activations[rank], param_bytes=2, grad_bytes=4, zero_stage=1,
+Use: `rank_bytes(stage_layers, live=timeline.peak_activations[rank], param_bytes=2, grad_bytes=4, zero_stage=3,
 shards=8)`.
 
-Model states follow ZeRO (arXiv 1910.02054, section 3): parameters, gradients, and an optimizer state that stage 1
-spreads over the data-parallel ranks. Which regime of bytes per parameter a configuration is, `regime` says in words.
-Phases: states per parameter, then the whole rank.
+Model states follow ZeRO (arXiv 1910.02054, section 3): stage 1 spreads the optimizer state over the data-parallel
+ranks, stage 2 the gradients too, stage 3 the parameters too. Which regime of bytes per parameter a configuration is,
+`regime` says in words. Phases: states per parameter, then the whole rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from threed.planner.costs import LayerCost, stage_parameters
+from threed.planner.costs import LayerCost, sliced_parameters, stage_parameters
+from threed.planner.gathering import gathering, in_turn
 
 BUCKETS_IN_FLIGHT = 2  # one fills up or is used while the other one travels
+_SLICED = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}
 
 
-def optimizer_bytes(param_bytes: int) -> int:
-    """Bytes of AdamW's state per parameter.
+def optimizer_bytes(param_bytes: int, moments: int = 2) -> int:
+    """Bytes of the optimizer's state per parameter; moments: 2 for AdamW, 1 for SGD with momentum and Lion.
 
-    Two moments in fp32 (in fp64 for fp64 parameters), and fp32 master weights of narrower parameters.
+    Moments are fp32 (fp64 for fp64 parameters), and so are the master weights of narrower parameters.
     """
     wide = max(4, param_bytes)
-    return 2 * wide + (wide if param_bytes < 4 else 0)
+    return moments * wide + (wide if param_bytes < 4 else 0)
 
 
-def regime(param_bytes: int, grad_bytes: int, zero_stage: int, shards: int) -> str:
-    """Say how many bytes of model states a parameter takes, and how many of them are spread over the `shards`."""
-    _check_zero(zero_stage)
-    whole, state = param_bytes + grad_bytes, optimizer_bytes(param_bytes)
-    kinds = f"{param_bytes}-byte parameters, {grad_bytes}-byte gradients, {state} bytes of optimizer state"
-    if zero_stage == 0:
-        return f"{whole + state} bytes per parameter ({kinds})"
-    return f"{whole} + {state}/{shards} bytes per parameter ({kinds}, ZeRO-{zero_stage})"
+def regime(
+    param_bytes: int, grad_bytes: int, zero_stage: int, shards: int, *, replicas: int = 1, moments: int = 2,
+    resident: int = 0,
+) -> str:  # fmt: skip
+    """Say how many bytes of model states a parameter takes, and what of them is spread over the `shards`.
+
+    replicas: so many groups of shards hold the same. resident: parameters with fewer elements are whole under ZeRO-3.
+    """
+    check_zero(zero_stage)
+    state = optimizer_bytes(param_bytes, moments)
+    held = f"{state} bytes of optimizer state" if state else "no optimizer state"
+    kinds = f"{param_bytes}-byte parameters, {grad_bytes}-byte gradients, {held}"
+    total, stage = param_bytes + grad_bytes + state, zero_stage if shards > 1 else 0
+    if stage == 0:
+        nobody = f"; ZeRO-{zero_stage} has no other rank to share with" if zero_stage else ""
+        return f"{total} bytes per parameter ({kinds}{nobody})"
+    whole = param_bytes * (stage < 3) + grad_bytes * (stage < 2)
+    amount = f"{whole} + {total - whole}/{shards}" if whole else f"{total}/{shards}"
+    copies = f" in each of {replicas} groups" if replicas > 1 else ""
+    small = f"; parameters under {resident} elements stay whole" if stage == 3 and resident > 1 else ""
+    how = f"ZeRO-{stage}: {_SLICED[stage]} sliced over {shards} ranks{copies}{small}"
+    return f"{amount} bytes per parameter ({kinds}; {how})"
 
 
 def rank_bytes(
@@ -44,6 +60,10 @@ def rank_bytes(
     grad_bytes: int,
     zero_stage: int = 0,
     shards: int = 1,
+    replicas: int = 1,
+    moments: int = 2,
+    resident: int = 0,
+    prefetch: int = 1,
     bucket_bytes: int = 0,
     message_bytes: int = 0,
     parameters: int | None = None,
@@ -51,27 +71,48 @@ def rank_bytes(
     """Bytes of parameters, gradients, optimizer, activations and buffers of one rank, and their sum as `peak`.
 
     layers: those of the rank's stage (all its chunks). live: micro-batches whose activations are held at the worst
-    moment, as in `Timeline.peak_activations`. shards: data-parallel ranks that ZeRO spreads the state over.
-    bucket_bytes: the size of a reduction bucket. message_bytes: pipeline sends and receives under way. parameters:
-    default what the layers say. Buffers are reduction buckets, messages, and what the backward of the hungriest layer
-    needs for itself. Raises ValueError for ZeRO stages that are not there.
+    moment, as in `Timeline.peak_activations`. shards, replicas: data-parallel ranks that ZeRO spreads the state over,
+    and groups of such ranks. moments: of the optimizer. resident, prefetch: under ZeRO-3 parameters with fewer elements
+    stay whole, and so many layers are gathered ahead. bucket_bytes: the size of a reduction bucket. message_bytes:
+    pipeline sends and receives under way. parameters: default what the layers say. Buffers are reduction buckets,
+    messages, what the backward of the hungriest layer needs for itself, from stage 2 on the largest single gradient,
+    and under stage 3 the layers gathered at once. Raises ValueError for ZeRO stages that there are not.
     """
-    _check_zero(zero_stage)
+    check_zero(zero_stage)
     count = stage_parameters(layers) if parameters is None else parameters
-    owned = -(-count // shards) if zero_stage >= 1 else count
-    buckets = BUCKETS_IN_FLIGHT * min(bucket_bytes, count * grad_bytes) if shards > 1 else 0
+    stage = zero_stage if shards > 1 else 0
+    sliced = (sliced_parameters(layers, resident) if layers else count) if stage == 3 else 0
     parts = {
-        "parameters": count * param_bytes,
-        "gradients": count * grad_bytes,
-        "optimizer": owned * optimizer_bytes(param_bytes),
+        "parameters": (count - sliced + _share(sliced, shards)) * param_bytes,
+        "gradients": (_share(count, shards) if stage >= 2 else count) * grad_bytes,
+        "optimizer": (_share(count, shards) if stage >= 1 else count) * optimizer_bytes(param_bytes, moments),
         "activations": round(live * sum(layer.activation_bytes for layer in layers)),
-        "buffers": buckets + message_bytes + max((layer.working_bytes for layer in layers), default=0),
+        "buffers": message_bytes + max((layer.working_bytes for layer in layers), default=0),
     }
+    if shards * replicas > 1:
+        parts["buffers"] += _bucket_bytes(stage, bucket_bytes, count * grad_bytes)
+    if stage >= 2:
+        parts["buffers"] += grad_bytes * max((layer.largest for layer in layers), default=0)
+    if stage == 3 and layers:
+        parts["buffers"] += param_bytes * gathering(layers, in_turn(1), prefetch=prefetch, resident=resident).most
     return {**parts, "peak": sum(parts.values())}
 
 
-def _check_zero(stage: int) -> None:
-    if stage not in (0, 1):
+def _bucket_bytes(stage: int, bucket: int, gradients: int) -> int:
+    """What buckets take under way: what arrives, and from stage 2 on also what leaves, and the one that fills."""
+    if stage < 2:
+        return BUCKETS_IN_FLIGHT * min(bucket, gradients)
+    return min(BUCKETS_IN_FLIGHT * bucket, gradients) + min((BUCKETS_IN_FLIGHT + 1) * bucket, gradients)
+
+
+def _share(elements: int, shards: int) -> int:
+    return -(-elements // shards)
+
+
+def check_zero(stage: int) -> None:
+    """Raises ValueError unless `stage` is one of ZeRO's."""
+    if stage not in (0, 1, 2, 3):
         raise ValueError(
-            f"zero.stage {stage} is not in this version: it is 0 (slice nothing) or 1 (slice the optimizer state)"
+            f"there is no zero.stage {stage}: it slices nothing (0), optimizer states (1), gradients too (2), or "
+            "parameters too (3)"
         )

@@ -19,16 +19,17 @@ from threed.schedules.play import Spans, play
 
 _UNIT_TIME = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 # At equal times what ends comes before what starts, and a message that another rank waits for before a reduction.
-_MESSAGE, _REDUCE, _START = range(3)
+_GATHER, _MESSAGE, _REDUCE, _START = range(4)
 # time, phase, rank, and what is added to which rank's list
 Event = tuple[float, int, int, tuple[tuple[int, Action], ...]]
 
 
-def lower(plan: Plan) -> Plan:
-    """Give the plan with sends, receives and reductions added.
+def lower(plan: Plan, gathers: bool = False) -> Plan:
+    """Give the plan with sends, receives and reductions added, and with `gathers` the starts of parameter gathers.
 
     A SEND and its RECV stand where the result is made, unless both stages are on one rank; REDUCE follows a chunk's
-    last backward. Raises ValueError if the plan is not legal, stalls, or has communication already.
+    last backward; GATHER stands as early as it may, right behind the compute action before the one it is for. Raises
+    ValueError if the plan is not legal, stalls, or has communication already.
     """
     for rank, actions in enumerate(plan.ranks):
         for action in actions:
@@ -37,15 +38,15 @@ def lower(plan: Plan) -> Plan:
                     f"plan {plan.name}: rank {rank}: {action}: only plans without communication can be lowered"
                 )
     ranks: list[list[Action]] = [[] for _ in plan.ranks]
-    for *_, additions in sorted(_events(plan), key=lambda event: event[:3]):
+    for *_, additions in sorted(_events(plan, gathers), key=lambda event: event[:3]):
         for rank, action in additions:
             ranks[rank].append(action)
     return replace(plan, ranks=tuple(tuple(actions) for actions in ranks))
 
 
-def _events(plan: Plan) -> list[Event]:
+def _events(plan: Plan, gathers: bool) -> list[Event]:
     spans = play(plan, lambda action, _: _UNIT_TIME[action.kind])
-    events = _reductions(spans)
+    events = _reductions(spans) + (_gathers(spans) if gathers else [])
     for rank, actions in enumerate(spans):
         for action, start, end in actions:
             events.append((start, _START, rank, ((rank, action),)))
@@ -65,3 +66,15 @@ def _reductions(spans: Spans) -> list[Event]:
         if action.kind in (Kind.B, Kind.W)
     }
     return [(end, _REDUCE, rank, ((rank, Action(Kind.REDUCE, -1, chunk)),)) for (rank, chunk), end in last.items()]
+
+
+def _gathers(spans: Spans) -> list[Event]:
+    """Before every F, B and I, when what ran before it is over; W needs no parameters."""
+    events: list[Event] = []
+    for rank, actions in enumerate(spans):
+        before = 0.0
+        for action, _, end in actions:
+            if action.kind is not Kind.W:
+                events.append((before, _GATHER, rank, ((rank, Action(Kind.GATHER, -1, action.chunk)),)))
+            before = end
+    return events

@@ -1,7 +1,8 @@
 """Units, groups, buckets: where every parameter of a pipeline stage lies, and who owns which slice of it.
 
-    layout = Layout.build(stage layers, ...)
-    group   a flat buffer of parameters that are treated alike: same decay, same axes to sum gradients over
+    layout = build(units, tied, topology, policy)
+    unit    a pipeline layer, or a module of a wrapped model: what is gathered and released together
+    group   a flat buffer of parameters that are treated alike: same rate and decay, same axes to sum gradients over
     bucket  a window of at most `bucket-mib` on a group; it may cut parameters
     slice   the part of a bucket that this rank owns: the r-th of its shard group S
 
@@ -9,12 +10,16 @@ Parameters lie in backward order, so that buckets complete one after the other w
 the axes of a run are here properties of a group: a bucket then needs one collective per axis, one optimizer launch and
 one decision about who counts it in the norm. And with uneven vocabulary shards only parameters of one shape on all
 tensor ranks may share a buffer with a tensor-parallel sum: else slices would not line up.
+
+The ZeRO stages (arXiv 1910.02054) differ in what of a group exists in full. Stage 3 has groups of its own for each
+unit, so that one can be whole while the others are slices; small parameters stay whole, as under stage 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +31,46 @@ ALIGN = 32  # elements: every parameter starts on a 64-byte line or better
 
 
 @dataclass(frozen=True)
+class Rates:
+    """What a parameter group has of its own: a factor on the learning rate, and the weight decay."""
+
+    factor: float = 1.0
+    decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a stage's parameters are laid out.
+
+    stage: of ZeRO, 0 to 3. shard: the axis S that slices are spread over. replicas: the axis R of ranks that hold the
+    same slice. resident: parameters with fewer elements stay whole under stage 3. rates: of a parameter.
+    """
+
+    stage: int
+    shard: Axis
+    replicas: Axis
+    bucket_bytes: int
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    resident: int = 0
+    rates: Callable[[ShardSpec], Rates] = lambda spec: Rates()
+
+    @property
+    def slices_gradients(self) -> bool:
+        """Whether gradients exist in full only bucket by bucket (stages 2 and 3)."""
+        return self.stage >= 2 and self.shard.size > 1
+
+
+@dataclass(frozen=True)
 class Kind:
     """What parameters must have in common to share a flat buffer."""
 
-    decay: bool
+    rates: Rates
+    trainable: bool
     replicated: str | None
     partial: str | None
     tied: tuple[int, ...]  # the pipeline stages that hold a copy of it, when there are several
+    units: tuple[int, ...] | None  # the units that gather it, where it is kept as slices
 
 
 @dataclass(eq=False)
@@ -78,6 +116,24 @@ class Bucket:
     own_first: int
     own_last: int
 
+    @property
+    def own(self) -> Tensor:
+        """This rank's slice of the parameters, in the compute dtype."""
+        group = self.group
+        return group.params[self.own_first : self.own_last] if group.slices is None else self._part(group.slices)
+
+    @property
+    def own_grad(self) -> Tensor:
+        """This rank's slice of the gradients."""
+        grads = self.group.grads
+        whole = len(grads) == self.group.numel
+        return grads[self.own_first : self.own_last] if whole else self._part(grads)
+
+    def _part(self, slices: Tensor) -> Tensor:
+        """This bucket's part of a tensor that holds only this rank's slices, end to end."""
+        n = self.group.shard.size
+        return slices[self.first // n : self.last // n]
+
     def runs(self) -> Iterator[Run]:
         """The runs of this rank's slice, in storage order; padding belongs to none."""
         for slot in self.group.slots:
@@ -94,10 +150,13 @@ class Bucket:
 
 @dataclass(eq=False)
 class Group:
-    """A flat buffer: parameters in the compute dtype and gradients in the gradient dtype, [numel] each.
+    """A flat buffer of parameters [numel], in the compute dtype.
 
     shard: the axis S that slices are spread over. sums: the axes a slice's gradient is summed over after that.
     owned: whether this rank's slice is the one copy that counts (gradient norm, checkpoint).
+    params: all of them; of a sliced group it has memory only while the group is gathered. slices: this rank's slices
+    [numel/n] of a sliced group, else None. grads, in the gradient dtype: [numel], or [numel/n] where gradients are
+    slices, or [0] of frozen parameters.
     """
 
     kind: Kind
@@ -108,19 +167,33 @@ class Group:
     owned: bool
     params: Tensor = field(init=False)
     grads: Tensor = field(init=False)
+    slices: Tensor | None = None
     buckets: list[Bucket] = field(init=False)
 
     def view(self, slot: Slot, buffer: Tensor) -> Tensor:
         """The parameter's part of a flat buffer, in its shape."""
         return buffer[slot.first : slot.last].view(slot.param.shape)
 
+    def allocate(self) -> None:
+        """Gives `params` its memory; what is in it is undefined."""
+        self.params.untyped_storage().resize_(self.numel * self.params.element_size())
+
+    def free(self) -> None:
+        """Takes the memory of `params` away; every view of it stays, and is valid again after `allocate`."""
+        self.params.untyped_storage().resize_(0)
+
 
 @dataclass(eq=False)
 class Layout:
-    """All groups of a stage, and their buckets in the order in which backward completes them."""
+    """All groups of a stage, and the buckets of trainable parameters in the order in which backward completes them.
 
+    frozen: the buckets of parameters that are not trained.
+    """
+
+    policy: Policy
     groups: list[Group]
     buckets: list[Bucket]
+    frozen: list[Bucket]
 
     @property
     def slots(self) -> list[Slot]:
@@ -133,7 +206,13 @@ class Layout:
         return sum(slot.param.numel() for slot in self.slots)
 
 
-def collect(units: Sequence[nn.Module]) -> list[Slot]:
+class HasModules(Protocol):
+    """A unit: a layer, or some modules of a wrapped one."""
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+
+def collect(units: Sequence[HasModules]) -> list[Slot]:
     """Every parameter of the units once, in forward order, with the units that use it.
 
     Parameters with the same name are one (tied weights).
@@ -141,7 +220,7 @@ def collect(units: Sequence[nn.Module]) -> list[Slot]:
     found: dict[str, Slot] = {}
     for number, unit in enumerate(units):
         for module in unit.modules():
-            for attribute, param in list(module.named_parameters(recurse=False)):
+            for attribute, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 spec = spec_of(param)
                 slot = found.setdefault(spec.name, Slot(param, spec))
                 slot.places.append((module, attribute))
@@ -150,39 +229,36 @@ def collect(units: Sequence[nn.Module]) -> list[Slot]:
 
 
 def build(
-    units: Sequence[nn.Module],
-    tied: Mapping[str, tuple[int, ...]],
-    topology: Topology,
-    *,
-    shards: bool,
-    bucket_bytes: int,
-    param_dtype: torch.dtype,
-    grad_dtype: torch.dtype,
+    units: Sequence[HasModules], tied: Mapping[str, tuple[int, ...]], topology: Topology, policy: Policy
 ) -> Layout:
     """Lays the parameters of a stage out, allocates their buffers, and points every parameter into them.
 
     units: the stage's layers, on the meta device. tied: parameter name -> the stages that hold it, where there are
-    several. shards: whether slices are spread over the data ranks (ZeRO-1) or every rank keeps all (ZeRO-0). Groups
-    come in a fixed order on every rank.
+    several. Groups come in a fixed order on every rank.
     """
     kinds: dict[Kind, list[Slot]] = {}
     for slot in reversed(collect(units)):
-        spec = slot.spec
-        kind = Kind(spec.decay, spec.replicated, spec.partial, tied.get(spec.name, ()))
+        spec, trainable = slot.spec, slot.param.requires_grad
+        sliced = policy.stage == 3 and policy.shard.size > 1 and slot.param.numel() >= max(policy.resident, 1)
+        kind = Kind(
+            policy.rates(spec) if trainable else Rates(), trainable, spec.replicated,
+            spec.partial if trainable else None, tied.get(spec.name, ()),
+            tuple(sorted(set(slot.units))) if sliced else None,
+        )  # fmt: skip
         kinds.setdefault(kind, []).append(slot)
-    groups = [_group(kind, slots, topology, shards) for kind, slots in kinds.items()]
+    groups = [_group(kind, slots, topology, policy) for kind, slots in kinds.items()]
     for group in groups:
-        _allocate(group, topology.device, param_dtype, grad_dtype)
-        group.buckets = list(_windows(group, max(1, bucket_bytes // grad_dtype.itemsize)))
-    return Layout(groups, _completion_order(groups))
+        _allocate(group, topology.device, policy)
+        group.buckets = list(_windows(group, max(1, policy.bucket_bytes // policy.grad_dtype.itemsize)))
+    buckets = _completion_order([group for group in groups if group.kind.trainable])
+    frozen = [bucket for group in groups if not group.kind.trainable for bucket in group.buckets]
+    return Layout(policy, groups, buckets, frozen)
 
 
-def _group(kind: Kind, slots: list[Slot], topology: Topology, shards: bool) -> Group:
-    data = topology.axis("dp")
-    here = Axis("dp", (topology.rank,), 0, None, topology.traffic)
-    shard, sums = (data, []) if shards else (here, [data])
-    sums += [topology.axis(kind.partial)] if kind.partial else []
-    copies = [topology.axis(kind.replicated)] if kind.replicated else []
+def _group(kind: Kind, slots: list[Slot], topology: Topology, policy: Policy) -> Group:
+    shard, copies = policy.shard, [policy.replicas]
+    sums = [policy.replicas, *([topology.axis(kind.partial)] if kind.partial else [])]
+    copies += [topology.axis(kind.replicated)] if kind.replicated else []
     if kind.tied:
         same = topology.stages(kind.tied)
         sums.append(same)
@@ -192,15 +268,23 @@ def _group(kind: Kind, slots: list[Slot], topology: Topology, shards: bool) -> G
         slot.first, slot.last = end, end + slot.param.numel()
         end += -(-slot.param.numel() // ALIGN) * ALIGN
     granule = shard.size * ALIGN
-    owned = all(axis.index == 0 for axis in copies) and (shards or data.index == 0)
+    owned = all(axis.index == 0 for axis in copies)
+    sums = [axis for axis in sums if axis.size > 1]
     return Group(kind, slots, max(granule, -(-end // granule) * granule), shard, tuple(sums), owned)
 
 
-def _allocate(group: Group, device: torch.device, param_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-    group.params = torch.zeros(group.numel, dtype=param_dtype, device=device)
-    group.grads = torch.zeros(group.numel, dtype=grad_dtype, device=device)
+def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
+    sliced = group.kind.units is not None
+    make = torch.empty if sliced else torch.zeros
+    group.params = make(group.numel, dtype=policy.param_dtype, device=device)
     for slot in group.slots:
         slot.settle(group.view(slot, group.params))
+    part = group.numel // group.shard.size
+    if sliced:
+        group.free()
+        group.slices = torch.zeros(part, dtype=policy.param_dtype, device=device)
+    count = 0 if not group.kind.trainable else part if policy.slices_gradients else group.numel
+    group.grads = torch.zeros(count, dtype=policy.grad_dtype, device=device)
 
 
 def _windows(group: Group, elements: int) -> Iterator[Bucket]:

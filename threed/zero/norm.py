@@ -12,17 +12,17 @@ from threed.zero.layout import Bucket
 
 
 def sum_of_squares(slices: Sequence[Tensor], buckets: Sequence[Bucket]) -> Tensor:
-    """This rank's share of the squared norm, an fp64 scalar tensor.
+    """This rank's share of the squared norm, and whether any gradient it holds is not finite (1.0): fp64 [2].
 
     A bucket counts where its slice is the one copy that does: on the first of the ranks that replicate it, and on the
-    first stage that holds a tied weight. Padding is zero.
+    first stage that holds a tied weight. A copy that does not count must be finite all the same. Padding is zero.
     """
     device = slices[0].device if slices else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total, others = torch.zeros(2, dtype=torch.float64, device=device).unbind()
     for part, bucket in zip(slices, buckets, strict=True):
-        if bucket.group.owned:
-            total += torch.linalg.vector_norm(_rows(part), dim=1, dtype=_wide(part)).double().square().sum()
-    return total
+        squares = torch.linalg.vector_norm(_rows(part), dim=1, dtype=_wide(part)).double().square().sum()
+        total, others = (total + squares, others) if bucket.group.owned else (total, others + squares)
+    return torch.stack((total, (~torch.isfinite(total + others)).double()))
 
 
 def _rows(part: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The optimizer's state as boxes of global tensors: what is initialised, saved, loaded and collected.
 
 Every bucket slice is a series of runs, every run a few boxes of one global tensor. A record is one box of one part
-(weight, exp_avg, exp_avg_sq) with the memory it lives in.
+(the weight, or what the optimizer's rule keeps beside it) with the memory it lives in.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from threed.sharding import Box, Piece, boxes
 from threed.zero.optimizer import Optimizer
 
-PARTS = ("weight", "exp_avg", "exp_avg_sq")
+WEIGHT = "weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,24 +31,25 @@ class Record:
     owned: bool
 
 
-def records(optimizer: Optimizer, parts: tuple[str, ...] = PARTS) -> Iterator[Record]:
-    """Every box this rank holds, part by part within each run, in storage order."""
-    for state, bucket in zip(optimizer.states, optimizer.layout.buckets, strict=True):
-        held = {"weight": state.master, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-        for run in bucket.runs():
+def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
+    """Every box this rank holds, part by part within each run, in storage order; by default all parts."""
+    for state in (*optimizer.states, *optimizer.frozen):
+        held = {WEIGHT: state.master, **state.moments}
+        for run in state.bucket.runs():
             for box in boxes(run.piece, run.first, run.last):
                 at = run.offset + box.offset
-                for part in parts:
+                for part in held if parts is None else held.keys() & set(parts):
                     values = held[part][at : at + box.numel].view(box.size)
-                    yield Record(part, run.piece, box, values, bucket.group.owned)
+                    yield Record(part, run.piece, box, values, state.bucket.group.owned)
 
 
-def fill(optimizer: Optimizer, source: Callable[[str, Piece, Box], Tensor], parts: tuple[str, ...] = PARTS) -> None:
+def fill(
+    optimizer: Optimizer, source: Callable[[str, Piece, Box], Tensor], parts: tuple[str, ...] | None = None
+) -> None:
     """Sets every box this rank holds from `source(part, piece, box)` [*box.size] and makes the parameters whole."""
-    optimizer.settle()  # a step's gather may still read what is written here
+    optimizer.gatherer.settle()  # a step's gather may still read what is written here
     for record in records(optimizer, parts):
         record.values.copy_(source(record.part, record.piece, record.box))
-    if "weight" in parts:
-        for number in range(len(optimizer.states)):
-            optimizer.publish(number)
-        optimizer.settle()
+    for state in (*optimizer.states, *optimizer.frozen):
+        optimizer.publish(state)
+    optimizer.gatherer.settle()

@@ -1,12 +1,20 @@
-"""Gradients on their way: from the layers into flat buffers, and bucket by bucket over the ranks.
+"""Gradients on their way: from the layers into buckets, and bucket by bucket over the ranks.
 
-Every parameter gets a `Sink`. Linear layers and embeddings write into it while backward computes; the rest comes
-through autograd's post-accumulate hook. A bucket is ready by count: when every parameter in it has had
-(uses x micro-batches) contributions. Ready buckets leave in one fixed order, the same on every rank, while the
-backward of the layers before them goes on.
+Every trainable parameter gets a `Sink`. Linear layers and embeddings write into it while backward computes; the rest
+comes through autograd's post-accumulate hook. A bucket is ready by count: when every parameter in it has had as many
+contributions as it gets in a round. Ready buckets leave in one fixed order, the same on every rank, while the backward
+of the layers before them goes on. A round is a step where gradients are kept in full (stages 0 and 1), and a
+micro-batch where they are slices (stages 2 and 3): there each round's sum is added to this rank's slice.
+
+How many contributions a parameter gets is what it got last time; in the beginning, one for each place it sits in. In a
+wrapped module (`dynamic`) that may change from step to step. What comes after its bucket has left is kept aside, and
+follows at the end of the step: no gradient is lost, and none is counted twice.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,123 +23,236 @@ from threed import collectives
 from threed.collectives import Pending
 from threed.ops import matmul
 from threed.topology import Axis
+from threed.zero.gradients import ByBucket, Gradients, Whole
 from threed.zero.layout import Bucket, Layout, Slot
+
+IN_FLIGHT = 2  # buckets that may be on their way at once where gradients are slices
 
 
 class Sink:
-    """Collects one parameter's gradient in its flat buffer; the first contribution of a step overwrites."""
+    """Collects one parameter's gradient; the first contribution of a round overwrites what was in its memory."""
 
-    def __init__(self, reducer: Reducer, slot: Slot, grad: Tensor) -> None:
-        self.reducer, self.slot, self.grad = reducer, slot, grad
-        self.due = self.expected = 0
+    def __init__(self, reducer: Reducer, slot: Slot, uses: int) -> None:
+        self.reducer, self.slot, self.uses = reducer, slot, uses
+        self.due = self.seen = 0
 
-    def begin(self, microbatches: int) -> None:
-        """Expects a step's contributions: one for each use and micro-batch."""
-        self.due = self.expected = len(self.slot.places) * microbatches
-
-    @property
-    def fresh(self) -> bool:
-        """Whether nothing has been added in this step yet."""
-        return self.due == self.expected
+    def begin(self, passes: int) -> None:
+        """Expects a round's contributions: so many in each of its micro-batches."""
+        self.due, self.seen = self.uses * passes, 0
 
     def add(self, grad: Tensor) -> None:
         """Adds a whole gradient."""
-        if self.fresh:
-            self.grad.copy_(grad)
+        target = self._target()
+        if self.seen:
+            target.add_(grad)
         else:
-            self.grad.add_(grad)
+            target.copy_(grad)
         self._arrived()
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the matrix product a @ b; in the buffer itself where the dtypes allow."""
-        if a.dtype != self.grad.dtype:
-            return self.add(torch.mm(a, b))
-        matmul.add_product_(self.grad, a, b, fresh=self.fresh)
-        return self._arrived()
+        target = self._target()
+        if a.dtype == target.dtype:
+            matmul.add_product_(target, a, b, fresh=not self.seen)
+        elif self.seen:
+            target.add_(torch.mm(a, b))
+        else:
+            target.copy_(torch.mm(a, b))
+        self._arrived()
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows [n h] at row numbers [n]."""
-        if self.fresh:
-            self.grad.zero_()
-        if self.grad.shape[0]:
-            self.grad.index_add_(0, index, rows.to(self.grad.dtype))
+        target = self._target()
+        if not self.seen:
+            target.zero_()
+        if target.shape[0]:
+            target.index_add_(0, index, rows.to(target.dtype))
         self._arrived()
 
     def take(self, param: Tensor) -> None:
         """Autograd's hook: moves `param.grad` here."""
         if param.grad is not None:
             grad, param.grad = param.grad, None
-            self.add(grad)
+            if self.reducer.is_late(self):
+                self.reducer.keep_aside(self.slot, grad)
+            else:
+                self.add(grad)
+
+    def _target(self) -> Tensor:
+        if self.reducer.is_late(self):
+            raise too_late(self)
+        return self.reducer.memory.view(self.slot)
 
     def _arrived(self) -> None:
-        if self.due == 0:
-            raise RuntimeError(
-                f"{self.slot.spec.name}: a gradient came after its {self.expected} expected contributions of this step;"
-                " a layer that is run more than once per micro-batch is not supported yet"
-            )
+        self.seen += 1
         self.due -= 1
         if self.due == 0:
             self.reducer.arrived(self.slot)
 
 
+def too_late(sink: Sink) -> RuntimeError:
+    """What is wrong where a gradient comes after its parameter was complete, and may not."""
+    return RuntimeError(
+        f"{sink.slot.spec.name}: a gradient came after its {sink.seen} expected contributions; a layer of threed.layers"
+        " that runs more than once per micro-batch is not supported"
+    )
+
+
 class Reducer:
     """Sums every bucket's gradients over the ranks that share it.
 
-    begin(microbatches) before the first backward; finish() after the last gives each bucket's slice of the sum.
+    begin(microbatches) before the first backward, `pass_ended` after each; finish() after the last gives each bucket's
+    slice of the sum. wire: the dtype gradients travel in, by default their own. dynamic: see above.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.sinks: list[Sink] = []
+    def __init__(self, layout: Layout, wire: torch.dtype | None = None, dynamic: bool = False) -> None:
+        self.layout, self.wire, self.dynamic = layout, wire, dynamic
+        self.rounds = layout.policy.slices_gradients
+        self.memory: Gradients = ByBucket(layout) if self.rounds else Whole(layout)
+        self._sinks: dict[int, Sink] = {}
         self._buckets_of: dict[int, list[int]] = {}
         for group in layout.groups:
-            for slot in group.slots:
-                sink = Sink(self, slot, group.view(slot, group.grads))
+            for slot in group.slots if group.kind.trainable else ():
+                sink = Sink(self, slot, 1 if dynamic else len(slot.places))
                 slot.param.sink = sink  # type: ignore[attr-defined]
                 slot.param.register_post_accumulate_grad_hook(sink.take)
-                self.sinks.append(sink)
+                self._sinks[id(slot)] = sink
+        self.sinks = list(self._sinks.values())
         for number, bucket in enumerate(layout.buckets):
             for slot in bucket.slots():
                 self._buckets_of.setdefault(id(slot), []).append(number)
+        self._passes = 1
         self._missing: list[int] = []
-        self._started: list[Pending] = []
+        self._begun = 0  # buckets of this round that have left
+        self._travelling: deque[tuple[Bucket, Tensor, Pending]] = deque()
+        self._aside: dict[int, tuple[Slot, Tensor]] = {}
+        self._first = True  # this step's first round
+        self.listener: Callable[[Slot], None] | None = None  # told of every parameter whose gradient is complete
+
+    def sink_of(self, slot: Slot) -> Sink:
+        """The sink of a trainable parameter."""
+        return self._sinks[id(slot)]
 
     def begin(self, microbatches: int) -> None:
         """Expects the gradients of a step."""
+        self._passes, self._first = (1 if self.rounds else microbatches), True
+        self._begin_round()
+
+    def _begin_round(self) -> None:
         for sink in self.sinks:
-            sink.begin(microbatches)
-        self._missing = [len(bucket.slots()) for bucket in self.layout.buckets]
-        self._started = []
+            sink.begin(self._passes)
+        due = {id(sink.slot) for sink in self.sinks if sink.due}
+        self._missing = [sum(id(slot) in due for slot in bucket.slots()) for bucket in self.layout.buckets]
+        self._begun = 0
 
     def arrived(self, slot: Slot) -> None:
         """A parameter's gradient is complete; starts what has become ready, in the fixed order."""
+        if self.listener is not None:
+            self.listener(slot)
         for number in self._buckets_of.get(id(slot), ()):  # a vocabulary shard of nothing may lie in no bucket
             self._missing[number] -= 1
-        while len(self._started) < len(self._missing) and self._missing[len(self._started)] == 0:
+        while self._begun < len(self._missing) and self._missing[self._begun] == 0:
             self._start()
 
     def _start(self) -> None:
-        bucket = self.layout.buckets[len(self._started)]
-        window = bucket.group.grads[bucket.first : bucket.last]
+        bucket = self.layout.buckets[self._begun]
+        self._begun += 1
+        for slot in bucket.slots():
+            if not self.sink_of(slot).seen:
+                self.memory.missing(slot, bucket)
+        while self.rounds and len(self._travelling) >= IN_FLIGHT:
+            self._land()
+        window, own = self.memory.leave(bucket), bucket.own_grad
         if bucket.group.shard.size > 1:
-            self._started.append(collectives.start_reduce_scatter(window, bucket.group.shard))
+            add = self.rounds and not self._first
+            pending = collectives.start_reduce_scatter(window, bucket.group.shard, wire=self.wire, into=own, add=add)
         else:
-            self._started.append(_sum_over(window, _early(bucket)))
+            pending = self._sum_over(window, _early(bucket))
+        self._travelling.append((bucket, window, pending))
 
-    def flush(self, chunk: int = 0) -> None:
-        """No more gradients will come: what never got one counts as zero, and every bucket leaves."""
-        for sink in self.sinks:
-            if sink.fresh and sink.due:
-                sink.grad.zero_()
-            sink.due = 0
-        while len(self._started) < len(self.layout.buckets):
+    def _land(self) -> None:
+        """Waits for the bucket that has been on its way longest."""
+        bucket, window, pending = self._travelling.popleft()
+        total = pending.wait()
+        if total.data_ptr() != bucket.own_grad.data_ptr():
+            bucket.own_grad.copy_(total)
+        self.memory.left(window)
+
+    def pass_ended(self) -> None:
+        """A micro-batch's backward is over; where that is a round, what is left of it leaves."""
+        if self.rounds:
+            self.flush()
+            self._first = False
+            self._begin_round()
+
+    def flush(self) -> None:
+        """No more gradients will come in this round: what never got one counts as zero, and every bucket leaves."""
+        while self._begun < len(self.layout.buckets):
             self._start()
+        if self.dynamic:
+            for sink in self.sinks:
+                sink.uses = -(-sink.seen // self._passes)
+
+    def all_passes_ended(self, chunk: int = 0) -> None:
+        """The step's backwards are over; gradients that are kept in full leave."""
+        if not self.rounds:
+            self.flush()
 
     def finish(self) -> list[Tensor]:
         """Each bucket's slice of the summed gradients, in bucket order."""
-        self.flush()
-        slices = [pending.wait() for pending in self._started]
-        return [_sum_over(part, _rest(bucket)).wait() for part, bucket in zip(slices, self.layout.buckets, strict=True)]
+        self.all_passes_ended()
+        while self._travelling:
+            self._land()
+        if self.dynamic:
+            self._send_what_was_late()
+        return self._sum_rest()
+
+    def _sum_rest(self) -> list[Tensor]:
+        """Each bucket's slice, summed over the axes that are left, one after the other in the same order everywhere."""
+        parts = [self._sum_over(bucket.own_grad, _rest(bucket)) for bucket in self.layout.buckets]
+        return [part.wait() for part in parts]
+
+    def _sum_over(self, tensor: Tensor, axes: tuple[Axis, ...]) -> Pending:
+        for axis in axes[:-1]:
+            tensor = collectives.start_all_reduce(tensor, axis, wire=self.wire).wait()
+        return collectives.start_all_reduce(tensor, axes[-1], wire=self.wire) if axes else collectives.done(tensor)
+
+    # ------------------------------------------------------------------------------------- gradients that came too late
+
+    def is_late(self, sink: Sink) -> bool:
+        """Whether a contribution would come after its parameter was complete and may have left."""
+        complete = sink.due <= 0 and sink.seen > 0
+        return complete or any(number < self._begun for number in self._buckets_of.get(id(sink.slot), ()))
+
+    def keep_aside(self, slot: Slot, grad: Tensor) -> None:
+        """Adds up what came too late in this step."""
+        if not self.dynamic:
+            raise too_late(self.sink_of(slot))
+        self.sink_of(slot).seen += 1
+        if id(slot) in self._aside:
+            self._aside[id(slot)][1].add_(grad)
+        else:
+            self._aside[id(slot)] = (slot, grad.to(self.layout.policy.grad_dtype, copy=True))
+
+    def _send_what_was_late(self) -> None:
+        """Sums again the buckets for which any rank kept something aside."""
+        buckets, shard = self.layout.buckets, self.layout.policy.shard
+        mine = [any(id(slot) in self._aside for slot in bucket.slots()) for bucket in buckets]
+        ranks = collectives.exchange(mine, shard)
+        if any(_early(bucket) for bucket in buckets):
+            ranks += collectives.exchange(mine, self.layout.policy.replicas)
+        for number, bucket in enumerate(buckets):
+            if not any(flags[number] for flags in ranks):
+                continue
+            window = torch.zeros(bucket.last - bucket.first, dtype=bucket.own_grad.dtype, device=bucket.own_grad.device)
+            for slot in bucket.slots():
+                if id(slot) in self._aside:
+                    first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
+                    grad = self._aside[id(slot)][1].view(-1)[first - slot.first : last - slot.first]
+                    window[first - bucket.first : last - bucket.first].copy_(grad)
+            total = collectives.start_reduce_scatter(window, shard, wire=self.wire)
+            bucket.own_grad.add_(self._sum_over(total.wait(), _early(bucket)).wait())
+        self._aside.clear()
 
 
 def _early(bucket: Bucket) -> tuple[Axis, ...]:
@@ -147,9 +268,3 @@ def _early(bucket: Bucket) -> tuple[Axis, ...]:
 def _rest(bucket: Bucket) -> tuple[Axis, ...]:
     """The sums that are left after the one a bucket starts with."""
     return bucket.group.sums[len(_early(bucket)) :]
-
-
-def _sum_over(tensor: Tensor, axes: tuple[Axis, ...]) -> Pending:
-    for axis in axes[:-1]:
-        tensor = collectives.all_reduce(tensor, axis)
-    return collectives.start_all_reduce(tensor, axes[-1]) if axes else collectives.done(tensor)

@@ -1,0 +1,53 @@
+"""What is set beside what: suites of engines that run interleaved, and what ZeRO's formulas say they send."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Engines side by side on so many ranks; the first is what the others are measured against.
+
+    options: the worker's flags for the model and the batch.
+    """
+
+    ranks: int
+    engines: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
+TORCH = ("ddp", "ddp_again", "torch_zero1", "fsdp2_keep", "fsdp2")
+DEEPSPEED = ("deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3")
+OURS = ("threed_zero1", "threed_zero2", "threed_zero3", "wrapped_zero1", "wrapped_zero2", "wrapped_zero3")
+BASE = ("--preset", "base", "--batch", "2", "--microbatches", "2")
+
+SUITES = {
+    "dp2": Suite(2, ("ddp", "threed_zero1")),
+    "dp2_fsdp2": Suite(2, ("fsdp2", "threed_zero1")),
+    "tp2": Suite(2, ("dtensor_tp", "threed_tp")),
+    "tp2_sp": Suite(2, ("dtensor_tp_sp", "threed_tp_sp")),
+    "pp2": Suite(2, ("torch_1f1b", "threed_1f1b")),
+    "pp2_gpipe": Suite(2, ("torch_gpipe", "threed_gpipe")),
+    "2x2x2": Suite(8, ("torch_3d", "threed_3d")),
+    "2x2x2_sp": Suite(8, ("torch_3d_sp", "threed_3d_sp")),
+    "zero": Suite(2, (*TORCH, *DEEPSPEED, "threed_zero0", *OURS)),
+    "zero-base": Suite(2, (*TORCH, *DEEPSPEED[1:], *OURS), BASE),
+    "zero4": Suite(4, (*TORCH, *DEEPSPEED[1:], *OURS)),
+}
+
+# The ZeRO stage of every data-parallel engine: what it keeps a slice of, by its own account.
+STAGES = {
+    "ddp": 0, "ddp_again": 0, "torch_zero1": 1, "fsdp2_keep": 2, "fsdp2": 3,
+    "deepspeed0": 0, "deepspeed1": 1, "deepspeed2": 2, "deepspeed3": 3,
+    "threed_zero0": 0, "threed_zero1": 1, "threed_zero2": 2, "threed_zero3": 3,
+    "wrapped_zero0": 0, "wrapped_zero1": 1, "wrapped_zero2": 2, "wrapped_zero3": 3,
+}  # fmt: skip
+
+
+def wire_mib(stage: int, parameters: int, ranks: int) -> float:
+    """MiB that all ranks together send in a step of one micro-batch, fp32.
+
+    A rank sends 2 (stage 3: 3) times the parameters x (N-1)/N (Rajbhandari et al. 2020, ZeRO, section 7).
+    """
+    return (3 if stage == 3 else 2) * 4 * parameters * (ranks - 1) / 2**20

@@ -1,0 +1,43 @@
+"""Bytes of tensor storages that are alive, whoever holds them: seen as they are made, kept by weak reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Live(TorchDispatchMode):
+    """While entered, takes notice of every storage that an operation makes or touches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, out)):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+                key = leaf.untyped_storage()._cdata
+                if key not in self._seen or self._seen[key].expired():
+                    self._seen[key] = StorageWeakRef(leaf.untyped_storage())
+        return out
+
+    def sizes(self) -> list[int]:
+        """Bytes of every storage that is alive and has any, in falling order."""
+        found = []
+        for key, ref in list(self._seen.items()):
+            storage = None if ref.expired() else torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            if storage is None:
+                del self._seen[key]
+            elif storage.nbytes():
+                found.append(storage.nbytes())
+        return sorted(found, reverse=True)
+
+    def bytes(self) -> int:
+        """Their sum."""
+        return sum(self.sizes())

@@ -1,0 +1,570 @@
+"""A ds_config.json as threed reads it: every key is acted on, named as without effect, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from threed.config import ConfigError
+from threed.ds_config import Group, ModelFacts, Translation, find_groups, keys, read, read_optimizer, translate
+from threed.precision import LossScale
+
+ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3}}
+BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW}
+ZERO_3 = {"stage": 3, "stage3_param_persistence_threshold": 7}
+
+
+def config(**more: Any) -> dict[str, Any]:
+    return {**BASE, **more}
+
+
+def problems(ds: dict[str, Any], world: int = 4, **more: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        translate(ds, world, **more)
+    return caught.value.problems
+
+
+def problem(**more: Any) -> str:
+    (only,) = problems(config(**more))
+    return only
+
+
+def notes(translation: Translation, key: str) -> list[str]:
+    return [note.partition(": ")[2] for note in translation.notes if note.partition(": ")[0] == key]
+
+
+# --------------------------------------------------------------------------------------------------------------- batch
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "steps", "want"),
+    [
+        (48, 3, 4, (48, 3, 4)), (48, 3, None, (48, 3, 4)), (48, None, 4, (48, 3, 4)), (None, 3, 4, (48, 3, 4)),
+        (48, None, None, (48, 12, 1)), (None, 3, None, (12, 3, 1)), ("auto", 3, 4, (48, 3, 4)),
+        (48, "auto", 4, (48, 3, 4)), (48, 3, "auto", (48, 3, 4)), ("auto", 3, "auto", (12, 3, 1)),
+    ],
+)  # fmt: skip
+def test_the_batch_triple(total: Any, micro: Any, steps: Any, want: tuple[int, int, int]) -> None:
+    ds = {
+        "train_batch_size": total, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps,
+        "optimizer": ADAMW,
+    }  # fmt: skip
+    t = translate(ds, 4)
+    assert (t.train_batch_size, t.micro_batch, t.accumulation) == want
+    assert (t.config.train.global_batch, t.config.train.micro_batch) == want[:2]
+
+
+@pytest.mark.parametrize(
+    ("ds", "text"),
+    [
+        ({}, "train_micro_batch_size_per_gpu: not given"),
+        ({"gradient_accumulation_steps": 2}, "train_micro_batch_size_per_gpu: not given"),
+        ({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}, "train_micro_batch_size_per_gpu"),
+        ({"train_batch_size": 10}, "train_batch_size: 10 does not fit"),
+        ({"train_batch_size": 20, "train_micro_batch_size_per_gpu": 2}, "use 16"),
+        ({"train_batch_size": 2, "gradient_accumulation_steps": 2}, "use 8"),
+        (
+            {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
+            "train_micro_batch_size_per_gpu 2 × gradient_accumulation_steps 4 × 4 data-parallel ranks = 32: use 32",
+        ),
+        ({"train_micro_batch_size_per_gpu": 0}, "must be at least 1"),
+        ({"train_micro_batch_size_per_gpu": 1.5}, "no whole number"),
+        ({"train_micro_batch_size_per_gpu": True}, "is no number"),
+        ({"train_micro_batch_size_per_gpu": "2"}, "is no number"),
+    ],
+)
+def test_a_batch_that_does_not_add_up(ds: dict[str, Any], text: str) -> None:
+    found = problems({**ds, "optimizer": ADAMW})
+    assert text in found[0]
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizer
+
+
+def test_defaults_of_the_optimizer_apply_and_are_named() -> None:
+    t = translate(config(optimizer={"type": "Adam"}), 4)
+    optim = t.config.optim
+    assert (optim.name, optim.lr, optim.betas, optim.eps, optim.weight_decay) == ("adamw", 1e-3, (0.9, 0.999), 1e-8, 0)
+    assert (optim.schedule, optim.warmup, t.learning_rate) == ("constant", 0, None)
+    for key, value in (("lr", "0.001"), ("betas", "[0.9, 0.999]"), ("eps", "1e-08"), ("weight_decay", "0.0")):
+        assert notes(t, f"optimizer.params.{key}") == [f"not given: DeepSpeed's default, {value}"]
+
+
+def test_given_values_of_the_optimizer() -> None:
+    params = {"lr": 3e-4, "betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": True}
+    t = translate(config(optimizer={"type": "adamw", "params": params}), 4)
+    optim = t.config.optim
+    assert (optim.lr, optim.betas, optim.eps, optim.weight_decay) == (3e-4, (0.8, 0.99), 1e-6, 0.1)
+    assert [(g.match, g.lr, g.weight_decay) for g in optim.groups] == [("*", None, 0.1)]  # norms and biases too
+    assert "no effect" in notes(t, "optimizer.params.torch_adam")[0]
+
+
+def test_sgd_and_lion() -> None:
+    sgd = translate(config(optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}), 4).config.optim
+    assert (sgd.name, sgd.lr, sgd.momentum) == ("sgd", 0.1, 0.9)
+    lion = translate(config(optimizer={"type": "Lion", "params": {"lr": 1e-4}}), 4).config.optim
+    assert (lion.name, lion.lr, lion.betas) == ("lion", 1e-4, (0.9, 0.999))
+
+
+@pytest.mark.parametrize("name", ["Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon", "Adagrad", "MuSGD"])
+def test_other_optimizers_are_refused_by_name(name: str) -> None:
+    assert problem(optimizer={"type": name}) == f'optimizer.type: "{name}" is not there: use AdamW, Adam, SGD or Lion'
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        ({"type": "AdanW"}, "optimizer.type: no such optimizer"),
+        ({"params": {}}, "optimizer.type: not given"),
+        ({"type": "AdamW", "params": {"lr": "auto"}}, 'optimizer.params.lr: "auto" is filled in by a trainer'),
+        ({"type": "AdamW", "params": {"lr": 0}}, "optimizer.params.lr: 0 must be more than 0"),
+        ({"type": "AdamW", "params": {"betas": [0.9]}}, "optimizer.params.betas: [0.9] must be two numbers"),
+        ({"type": "AdamW", "params": {"betas": [0.9, 1.0]}}, "must be two numbers"),
+        ({"type": "AdamW", "params": {"amsgrad": True}}, "optimizer.params.amsgrad: true is not there (only false)"),
+        ({"type": "AdamW", "params": {"bias_correction": False}}, "optimizer.params.bias_correction"),
+        ({"type": "AdamW", "params": {"weight_decy": 0.1}}, "did you mean optimizer.params.weight_decay?"),
+        ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, "use the top-level gradient_clipping"),
+        ({"type": "AdamW", "param": {}}, "optimizer.param: no such key (did you mean optimizer.params?)"),
+        ({"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}, "use true, or weight_decay 0"),
+        ({"type": "SGD", "params": {"nesterov": True}}, "optimizer.params.nesterov"),
+        ({"type": "SGD", "params": {"dampening": 0.1}}, "optimizer.params.dampening"),
+        ({"type": "SGD", "params": {"betas": [0.9, 0.99]}}, "optimizer.params.betas: no such key"),
+        ("AdamW", 'optimizer: "AdamW" is no object of keys'),
+    ],
+)
+def test_what_an_optimizer_cannot_have(optimizer: Any, text: str) -> None:
+    assert text in problems(config(optimizer=optimizer))[0]
+
+
+def test_adam_without_decay_is_the_same_in_both_modes() -> None:
+    optimizer = {"type": "Adam", "params": {"adam_w_mode": False}}
+    assert translate(config(optimizer=optimizer), 4).config.optim.name == "adamw"
+
+
+def test_no_optimizer() -> None:
+    assert problems({"train_batch_size": 4})[0].startswith("optimizer: not given: write")
+
+
+# ----------------------------------------------------------------------------------------------------- learning rates
+
+SCHEDULES: list[tuple[str, dict[str, Any]]] = [
+    ("WarmupLR", {"warmup_min_lr": 1e-5, "warmup_max_lr": 3e-3, "warmup_num_steps": 7}),
+    ("WarmupLR", {"warmup_num_steps": 5, "warmup_type": "linear"}),
+    ("WarmupLR", {"warmup_num_steps": 1}),
+    ("WarmupDecayLR", {"total_num_steps": 20, "warmup_num_steps": 6, "warmup_min_lr": 1e-4, "warmup_max_lr": 2e-3}),
+    ("WarmupDecayLR", {"total_num_steps": 20, "warmup_num_steps": 6, "warmup_type": "linear"}),
+    ("WarmupDecayLR", {"total_num_steps": 4, "warmup_num_steps": 6}),
+    ("WarmupCosineLR", {"total_num_steps": 20, "warmup_num_steps": 6, "warmup_min_ratio": 0.1}),
+    ("WarmupCosineLR", {"total_num_steps": 20, "warmup_num_steps": 4, "cos_min_ratio": 0.2, "warmup_type": "linear"}),
+    ("WarmupCosineLR", {"total_num_steps": 3, "warmup_num_steps": 6}),
+]
+
+
+def ours(name: str, params: dict[str, Any], updates: int, lr: float = 1.5e-3) -> list[float]:
+    optimizer = {"type": "AdamW", "params": {"lr": lr}}
+    t = translate(config(optimizer=optimizer, scheduler={"type": name, "params": params}), 4)
+    assert t.learning_rate is not None
+    return [float(t.learning_rate(torch.tensor(float(n), dtype=torch.float64))) for n in range(updates)]
+
+
+@pytest.mark.parametrize(("name", "params"), SCHEDULES)
+def test_learning_rates_are_those_of_deepspeed(name: str, params: dict[str, Any]) -> None:
+    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.5e-3)
+    scheduler, theirs = getattr(schedules, name)(optimizer, **params), []
+    for _ in range(30):  # the engine steps the scheduler after the optimizer
+        theirs.append(float(optimizer.param_groups[0]["lr"]))
+        scheduler.step()
+    assert ours(name, params, 30) == pytest.approx(theirs, rel=1e-12, abs=1e-18)
+
+
+def test_learning_rates_by_the_formula() -> None:
+    log = ours("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 8}, 10)
+    assert (log[:3], log[4]) == (pytest.approx([0, 0, 1 / 3]), pytest.approx(2 / 3))
+    assert log[8:] == [1.0, 1.0]
+    params = {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear", "total_num_steps": 8}
+    want = [0, 0, 0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0, 0]
+    assert ours("WarmupDecayLR", params, 11) == pytest.approx(want)
+    params = {"warmup_num_steps": 2, "warmup_type": "linear", "total_num_steps": 4, "cos_min_ratio": 0.5}
+    assert ours("WarmupCosineLR", params, 6, lr=1.0) == pytest.approx([0, 0, 0.5, 0.75, 0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "text"),
+    [
+        ({"type": "OneCycle"}, "scheduler.type: OneCycle is not there: use WarmupLR, WarmupDecayLR, WarmupCosineLR"),
+        ({"type": "LRRangeTest"}, "scheduler.type: LRRangeTest is not there"),
+        ({"type": "Cosine"}, 'scheduler.type: "Cosine" is not known'),
+        ({"params": {}}, "scheduler.type: not given"),
+        ({"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps: not given"),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "warmup_num_steps: 0 must be at least 1"),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, "write the number of optimizer steps"),
+        ({"type": "WarmupLR", "params": {"warmup_type": "cos"}}, 'warmup_type: "cos" is not known: use log or linear'),
+        ({"type": "WarmupLR", "params": {"total_num_steps": 9}}, "total_num_steps: no such key"),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": [1, 2]}}, "warmup_max_lr: [1, 2] is no number"),
+        ({"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}}, 'total_num_steps: "auto" is filled in'),
+        ({"type": "WarmupLR", "params": {"last_batch_iteration": 9}}, "engine.load_checkpoint() restores the step"),
+    ],
+)
+def test_schedulers_that_are_refused(scheduler: dict[str, Any], text: str) -> None:
+    assert text in problem(scheduler=scheduler)
+
+
+def test_auto_in_a_scheduler() -> None:
+    params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 2, "total_num_steps": 9}
+    t = translate(config(scheduler={"type": "WarmupDecayLR", "params": params}), 4)
+    assert t.learning_rate is not None
+    assert (t.learning_rate.low, t.learning_rate.high) == (0.0, 1e-3)
+    assert notes(t, "scheduler.params.warmup_max_lr") == ['"auto": 0.001, the optimizer\'s lr, as Hugging Face does']
+
+
+# ----------------------------------------------------------------------------------------------------------- precision
+
+
+def test_clipping() -> None:
+    t = translate(BASE, 4)
+    assert t.config.train.grad_clip == 1.0
+    assert notes(t, "gradient_clipping") == ["not given: DeepSpeed's default, 1.0"]
+    assert translate(config(gradient_clipping=0.3), 4).config.train.grad_clip == 0.3
+    assert translate(config(gradient_clipping=0), 4).config.train.grad_clip == 0
+    assert translate(config(gradient_clipping="auto"), 4).config.train.grad_clip == 1.0
+    assert "must be at least 0" in problem(gradient_clipping=-1)
+
+
+def test_formats() -> None:
+    p = translate(BASE, 4).config.precision
+    assert (p.dtype, p.grad_dtype, p.reduce_dtype) == ("fp32", "fp32", "fp32")
+    t = translate(config(bf16={"enabled": True}), 4)
+    assert (t.config.precision.dtype, t.config.precision.grad_dtype, t.loss_scale) == ("bf16", "fp32", None)
+    assert notes(t, "data_types.grad_accum_dtype") == ["not given: fp32, threed's own default (DeepSpeed's is bf16)"]
+    ds = config(bfloat16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"}, communication_data_type="bf16")
+    p = translate(ds, 4).config.precision
+    assert (p.dtype, p.grad_dtype, p.reduce_dtype) == ("bf16", "bf16", "bf16")
+    p = translate(BASE, 4, ModelFacts(dtype="fp64")).config.precision
+    assert (p.dtype, p.grad_dtype, p.reduce_dtype) == ("fp64", "fp64", "fp64")
+
+
+def test_fp16_and_its_loss_scale() -> None:
+    t = translate(config(fp16={"enabled": True}), 4)
+    assert (t.config.precision.dtype, t.config.precision.loss_scale) == ("fp16", "dynamic")
+    assert t.loss_scale == LossScale(2.0**16, 1000, 2, False, 1.0, True)
+    assert notes(t, "fp16.loss_scale_window") == ["not given: DeepSpeed's default, 1000"]
+    fp16 = {
+        "enabled": True, "loss_scale": 0, "initial_scale_power": 8, "loss_scale_window": 50, "hysteresis": 3,
+        "consecutive_hysteresis": True, "min_loss_scale": 4,
+    }  # fmt: skip
+    assert translate(config(fp16=fp16), 4).loss_scale == LossScale(256.0, 50, 3, True, 4.0, True)
+    t = translate(config(fp16={"enabled": True, "loss_scale": 128}), 4)
+    assert t.loss_scale is not None
+    assert (t.loss_scale.initial, t.loss_scale.dynamic, t.config.precision.loss_scale) == (128.0, False, 128.0)
+    assert translate(config(fp16={"enabled": False, "loss_scale": 128}), 4).loss_scale is None
+
+
+def test_auto_formats_are_the_models() -> None:
+    ds = config(fp16={"enabled": "auto"}, bf16={"enabled": "auto"})
+    for dtype in ("bf16", "fp16", "fp32"):
+        assert translate(ds, 4, ModelFacts(dtype=dtype)).config.precision.dtype == dtype
+    assert [text.split(":")[0] for text in problems(ds)] == ["fp16.enabled", "bf16.enabled"]
+    t = translate(BASE, 4, ModelFacts(dtype="bf16"))
+    assert notes(t, "bf16") == ["not enabled: the model's bf16 weights are trained in fp32"]
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
+        ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast: true is not there (only false)"),
+        ({"fp16": {"enable": True}}, "fp16.enable: no such key (did you mean fp16.enabled?)"),
+        ({"fp16": {"enabled": 1}}, "fp16.enabled: 1 must be true or false"),
+        ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis: 0 must be at least 1"),
+        ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale: -1 must be at least 0"),
+        ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
+        ({"data_types": {"grad_accum_dtype": "fp8"}}, 'data_types.grad_accum_dtype: "fp8" is not known'),
+        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype: bf16, but weights are fp32"),
+        ({"communication_data_type": "int8"}, "communication_data_type"),
+        ({"amp": {"enabled": True}}, "amp: is not there: use bf16 or fp16"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast: is not there"),
+    ],
+)
+def test_formats_that_are_refused(more: dict[str, Any], text: str) -> None:
+    assert text in problem(**more)
+
+
+# ---------------------------------------------------------------------------------------------------------------- zero
+
+
+def test_zero() -> None:
+    t = translate(BASE, 4)
+    assert t.config.zero.stage == 0
+    assert notes(t, "zero_optimization.stage") == ["not given: DeepSpeed's default, 0"]
+    zero = {"stage": 2, "reduce_bucket_size": 5e8, "mics_shard_size": -1}
+    z = translate(config(zero_optimization=zero), 4).config.zero
+    assert (z.stage, z.bucket_mib, z.shard_size, z.resident) == (2, 5e8 * 4 / 2**20, "all", 0)
+    z = translate(config(zero_optimization={**zero, "mics_shard_size": 2}), 4).config.zero
+    assert z.shard_size == 2
+    t = translate(config(zero_optimization={"stage": 0, "mics_shard_size": 2}), 4)
+    assert t.config.zero.shard_size == "all"
+    assert notes(t, "zero_optimization.mics_shard_size") == ["no effect: stage 0 slices nothing"]
+    ds = config(zero_optimization=zero, bf16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"})
+    assert translate(ds, 4).config.zero.bucket_mib == 5e8 * 2 / 2**20
+
+
+def test_parameters_that_stay_whole() -> None:
+    t = translate(config(zero_optimization={"stage": 3}), 4)
+    assert t.config.zero.resident == 100_001  # up to the threshold, itself included
+    key = "zero_optimization.stage3_param_persistence_threshold"
+    assert notes(t, key) == ["not given: DeepSpeed's default, 100000"]
+    assert translate(config(zero_optimization=ZERO_3), 4).config.zero.resident == 8
+    t = translate(config(zero_optimization={**ZERO_3, "stage": 2}), 4)
+    assert t.config.zero.resident == 0
+    assert notes(t, key) == ["no effect: parameters are whole anyway below stage 3"]
+
+
+def test_auto_sizes_come_from_the_hidden_size() -> None:
+    zero = {
+        "stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    }  # fmt: skip
+    z = translate(config(zero_optimization=zero), 4, ModelFacts(hidden=64)).config.zero
+    assert (z.bucket_mib, z.resident) == (64 * 64 * 4 / 2**20, 641)
+    assert [text.split(":")[0] for text in problems(config(zero_optimization=zero))] == [
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.stage3_param_persistence_threshold",
+    ]
+
+
+@pytest.mark.parametrize("key", ["offload_optimizer", "offload_param"])
+def test_offload(key: str) -> None:
+    off = {"device": "none", "pin_memory": True}
+    assert translate(config(zero_optimization={"stage": 3, key: off}), 4).config.zero.offload_optimizer == "none"
+    for device in ("cpu", "nvme"):
+        text = problem(zero_optimization={"stage": 3, key: {"device": device, "nvme_path": "/x"}})
+        assert text.startswith(f'zero_optimization.{key}.device: "{device}" is not there (only "none"): offload')
+    assert "did you mean" in problem(zero_optimization={key: {"devise": "cpu"}})
+
+
+@pytest.mark.parametrize(
+    ("zero", "text"),
+    [
+        ({"stage": 4}, "zero_optimization.stage: 4 must be less than 4"),
+        ({"stage": "2"}, "is no number"),
+        ({"stage": 3, "mics_shard_size": 3}, "mics_shard_size: 3 does not divide 4 data-parallel ranks"),
+        ({"reduce_bucket_size": 0}, "must be at least 1"),
+        ({"stage3_param_persistance_threshold": 5}, "mean zero_optimization.stage3_param_persistence_threshold?"),
+        (True, 'zero_optimization: a switch is the old form: write {"stage": 1}'),
+        ({"cpu_offload": True}, "zero_optimization.cpu_offload: true is not there"),
+        ({"zero_hpz_partition_size": 8}, "use mics_shard_size"),
+    ],
+)
+def test_zero_that_is_refused(zero: Any, text: str) -> None:
+    assert text in problem(zero_optimization=zero)
+
+
+# ------------------------------------------------------------------------------------------------------------ all keys
+
+PLACES: dict[tuple[str, ...], keys.Table] = {
+    (): keys.TOP, ("zero_optimization",): keys.ZERO, ("zero_optimization", "offload_param"): keys.OFFLOAD,
+    ("fp16",): keys.FP16, ("bf16",): keys.BF16, ("data_types",): keys.DATA_TYPES, ("checkpoint",): keys.CHECKPOINT,
+    ("compile",): keys.COMPILE, ("tensor_parallel",): keys.TENSOR_PARALLEL,
+}  # fmt: skip
+
+
+def at(place: tuple[str, ...], key: str, value: Any) -> dict[str, Any]:
+    nested: Any = {key: value}
+    for name in reversed(place):
+        nested = {name: nested}
+    return config(**nested)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=".".join)
+def test_every_key_of_the_tables_is_named(place: tuple[str, ...]) -> None:
+    table = PLACES[place]
+    for key, why in table.ignored.items():
+        assert notes(translate(at(place, key, 1), 4), ".".join((*place, key))) == [f"no effect: {why}"]
+    for key, (off, _) in table.refused.items():
+        (text,) = problems(at(place, key, "something"))
+        assert text.startswith(f'{".".join((*place, key))}: "something" is not there')
+        for value in off:
+            assert "as it always is here" in notes(translate(at(place, key, value), 4), ".".join((*place, key)))[0]
+    for key in table.blocks:
+        (text,) = problems(at(place, key, {"enabled": True}))
+        assert text.startswith(f"{key}: is not there: ")
+        assert notes(translate(at(place, key, {"enabled": False}), 4), key) == ["off, as it always is here"]
+
+
+def misspelt(ds: dict[str, Any]) -> bool:
+    try:
+        translate(ds, 4)
+    except ConfigError as error:
+        return "no such key" in str(error)
+    return False
+
+
+def test_deepspeeds_own_keys_are_all_known() -> None:
+    """What DeepSpeed's classes know is acted on, ignored or refused here, but never a misspelling."""
+    zero = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+    precision = pytest.importorskip("deepspeed.runtime.precision_config")
+    offload = pytest.importorskip("deepspeed.runtime.zero.offload_config")
+    models = {
+        ("zero_optimization",): zero,
+        ("fp16",): precision.DeepSpeedFP16Config,
+        ("bf16",): precision.DeepSpeedBF16Config,
+        ("zero_optimization", "offload_param"): offload.DeepSpeedZeroOffloadParamConfig,
+        ("zero_optimization", "offload_optimizer"): offload.DeepSpeedZeroOffloadOptimizerConfig,
+    }  # fmt: skip
+    for place, model in models.items():
+        for key, field in model.model_fields.items():
+            assert not misspelt(at(place, field.alias or key, "?")), (place, key)
+
+
+def test_deepspeeds_top_level_keys_are_all_known() -> None:
+    constants = pytest.importorskip("deepspeed.runtime.constants")
+    names = (
+        "TRAIN_BATCH_SIZE OPTIMIZER SCHEDULER ZERO_ALLOW_UNTESTED_OPTIMIZER ZERO_FORCE_DS_CPU_OPTIMIZER STEPS_PER_PRINT"
+        " TRAIN_MICRO_BATCH_SIZE_PER_GPU GRADIENT_ACCUMULATION_STEPS MANAGED_GRADIENT_ACCUMULATION TORCH_AUTOCAST"
+        " GRADIENT_CLIPPING COMMUNICATION_DATA_TYPE SEQ_PARALLEL_COMMUNICATION_DATA_TYPE PRESCALE_GRADIENTS"
+        " GRADIENT_PREDIVIDE_FACTOR GRADIENT_ALLREDUCE_OP DISABLE_ALLGATHER DUMP_STATE DISABLE_PYTHON_GC"
+        " VOCABULARY_SIZE WALL_CLOCK_BREAKDOWN MEMORY_BREAKDOWN CHECKPOINT DATA_TYPES DATALOADER_DROP_LAST LOG_LEVEL"
+        " USE_DATA_BEFORE_EXPERT_PARALLEL"
+    )
+    for name in names.split():
+        assert not misspelt(config(**{getattr(constants, name): "?"})), name
+
+
+def test_all_problems_at_once() -> None:
+    found = problems({
+        "train_batch_sise": 8, "optimizer": {"type": "Lamb"}, "scheduler": {"type": "OneCycle"},
+        "zero_optimization": {"stage": 9, "offload_param": {"device": "cpu"}}, "fp16": {"enabled": "yes"},
+        "activation_checkpointing": {"partition_activations": True},
+    })  # fmt: skip
+    assert [text.split(":")[0] for text in found] == [
+        "train_micro_batch_size_per_gpu", "fp16.enabled", "zero_optimization.stage",
+        "zero_optimization.offload_param.device", "optimizer.type", "scheduler.type", "train_batch_sise",
+    ]  # fmt: skip
+    assert found[-1] == "train_batch_sise: no such key (did you mean train_batch_size?)"
+
+
+def test_a_configuration_in_the_wild() -> None:
+    """The shape of the ZeRO-3 file that Hugging Face's documentation shows."""
+    ds = {
+        "bf16": {"enabled": "auto"},
+        "optimizer": {
+            "type": "AdamW", "params": {"lr": 2e-5, "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 100, "total_num_steps": 1000,
+            },
+        },
+        "zero_optimization": {
+            "stage": 3, "offload_optimizer": {"device": "none", "pin_memory": True}, "overlap_comm": True,
+            "offload_param": {"device": "none", "pin_memory": True}, "contiguous_gradients": True,
+            "sub_group_size": 1e9, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
+            "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
+        "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "wall_clock_breakdown": False,
+    }  # fmt: skip
+    t = translate(ds, 8, ModelFacts(hidden=1024, dtype="bf16"))
+    assert (t.accumulation, t.config.precision.dtype, t.config.zero.stage) == (2, "bf16", 3)
+    acted = ("type", "lr", "warmup_num_steps", "total_num_steps", "stage", "device", "train_batch_size")
+    for key in json.dumps(ds).split('"')[1::2]:
+        known = key in acted or key.startswith("train_") or key in ("params", "AdamW", "WarmupDecayLR", "auto", "none")
+        groups = ("bf16", "optimizer", "scheduler", "zero_optimization", "offload_optimizer", "offload_param")
+        known = known or key in groups or key == "gradient_accumulation_steps"
+        assert known or any(note.split(":")[0].endswith(key) for note in t.notes), key
+
+
+# ------------------------------------------------------------------------------------------------------- what is passed
+
+
+def test_reading(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(BASE), encoding="utf-8")
+    assert read(path) == read(str(path)) == read(BASE) == BASE
+    for text, want in (
+        ('{"a": 1, // no', "not JSON"), ("[1]", "holds list"), ('{"fp16": 1, "fp16": 2}', "fp16: given twice"),
+    ):  # fmt: skip
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=want):
+            read(path)
+    with pytest.raises(ConfigError, match="give the path of a"):
+        read(tmp_path / "none.json")
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def test_a_torch_optimizer_is_read() -> None:
+    model = small()
+    section, note = read_optimizer(torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.8, 0.9), weight_decay=0.3))
+    optim = translate(config(optimizer=section), 4).config.optim
+    assert (optim.name, optim.lr, optim.betas, optim.weight_decay) == ("adamw", 2e-4, (0.8, 0.9), 0.3)
+    assert note == (
+        "optimizer: torch.optim.AdamW as passed, with betas (0.8, 0.9), eps 1e-08, lr 0.0002, weight_decay 0.3"
+    )
+    section, _ = read_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
+    optim = translate(config(optimizer=section), 4).config.optim
+    assert (optim.name, optim.lr, optim.momentum) == ("sgd", 0.1, 0.5)
+    section, _ = read_optimizer(torch.optim.Adam(model.parameters(), weight_decay=0.1))
+    assert "weight_decay 0" in problem(optimizer=section)
+
+
+def test_torch_optimizers_that_are_refused() -> None:
+    model = small()
+    with pytest.raises(ConfigError, match="RMSprop is not there: pass torch's AdamW, Adam or SGD"):
+        read_optimizer(torch.optim.RMSprop(model.parameters()))
+    first, second = model.children()
+    groups: list[dict[str, Any]] = [
+        {"params": first.parameters()},
+        {"params": second.parameters(), "betas": (0.1, 0.2)},
+    ]
+    with pytest.raises(ConfigError, match="groups differ in betas"):
+        read_optimizer(torch.optim.AdamW(groups))
+    used = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    used.step()
+    with pytest.raises(ConfigError, match="has made steps"):
+        read_optimizer(used)
+
+
+def test_parameter_groups() -> None:
+    model = small()
+    first, second = model.children()
+    dicts = [{"params": first.parameters(), "lr": 0.1}, {"params": list(second.parameters()), "weight_decay": 0.2}]
+    groups = find_groups(model, dicts)
+    assert groups == (Group(("0.weight", "0.bias"), 0.1, None), Group(("1.weight", "1.bias"), None, 0.2))
+    optim = translate(BASE, 4, ModelFacts(), groups).config.optim
+    assert [(g.match, g.lr, g.weight_decay) for g in optim.groups] == [
+        ("0.weight", 0.1, None), ("0.bias", 0.1, None), ("1.weight", None, 0.2), ("1.bias", None, 0.2), ("*", None, 0),
+    ]  # fmt: skip
+    assert find_groups(model, model.parameters()) == ()
+    assert find_groups(model, None) == ()
+    with pytest.raises(ConfigError, match=r"without 1.bias, 1.weight: set requires_grad_\(False\)"):
+        find_groups(model, first.parameters())
+    with pytest.raises(ConfigError, match="2 of them are not the model's"):
+        find_groups(model, [*model.parameters(), *nn.Linear(2, 2).parameters()])
+    second.requires_grad_(False)
+    assert find_groups(model, first.parameters()) == ()
+
+
+def test_a_schedule_of_its_own_rates_sets_all_groups() -> None:
+    model = small()
+    first, second = model.children()
+    groups = find_groups(model, [{"params": first.parameters(), "lr": 0.1}, {"params": second.parameters(), "lr": 0.2}])
+    t = translate(config(scheduler={"type": "WarmupLR"}), 4, ModelFacts(), groups)
+    assert {g.lr for g in t.config.optim.groups} == {None}
+    assert (
+        notes(t, "scheduler.params.warmup_max_lr")[-1] == "one learning rate for all parameter groups, as in DeepSpeed"
+    )
+    cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}
+    t = translate(config(scheduler=cosine), 4, ModelFacts(), groups)
+    assert {g.lr for g in t.config.optim.groups} == {0.1, 0.2, None}

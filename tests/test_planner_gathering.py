@@ -1,0 +1,135 @@
+"""What ZeRO-3 gathers, counted by playing plans out, against counts by hand; and each rank's forecast of it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from threed.config import Config, resolve
+from threed.forecast import Forecast
+from threed.planner import Decoder, Gathering, LayerCost, gathering, sliced_parameters, transformer_costs
+from threed.schedules import Action, build
+
+
+def layers(*sizes: int) -> list[LayerCost]:
+    """Layers of so many parameters."""
+    return [LayerCost(f"layer {size}", size, 0, 0, 0, 0) for size in sizes]
+
+
+def actions(text: str) -> list[Action]:
+    return [Action.parse(word) for word in text.split()]
+
+
+MODEL = [
+    LayerCost("embedding", 1010, 0, 0, 0, 0, tied_parameters=1000, sizes=(1000, 10), backward_reads=False),
+    *layers(100, 100, 100),
+    LayerCost("head", 1005, 0, 0, 0, 0, tied_parameters=1000, sizes=(5, 1000)),
+]
+
+
+@pytest.mark.parametrize(
+    ("plan", "elements"),
+    [
+        ("F0.0 B0.0", 2 * 111 - 100),  # the last one stays whole between
+        ("F0.0 B0.0 F0.1 B0.1", 2 * 122 - 1),  # and so does the first one
+        ("F0.0 B0.0 F0.1 B0.1 F0.2 B0.2", 3 * 122 - 2),
+        ("F0.0 F0.1 B0.0 B0.1", 4 * 111 - 100),  # only F1 B0 turns: the weights are the same for both micro-batches
+        ("F0.0 F0.1 B0.0 F0.2 B0.1 B0.2", 6 * 111 - 2 * 100 - 1),
+        ("F0.0 RF0.1 GATHER0 B0.0 SB0.0 F0.1 B0.1 REDUCE0", 2 * 122 - 1),  # what does not compute changes nothing
+        ("F0.0 I0.0 W0.0 F0.1 I0.1 W0.1", 2 * 122),  # W reads none, but it is between
+        ("F0.0 F1.0 B1.0 B0.0", 222),  # the other chunk is between
+    ],
+)
+def test_gathers_of_three_layers_by_hand(plan: str, elements: int) -> None:
+    """Layers of 1, 10 and 100 elements: the sum shows how often each was gathered."""
+    assert gathering(layers(1, 10, 100), actions(plan)).elements == elements
+
+
+def test_a_chunk_of_one_layer_may_stay_whole_all_the_time() -> None:
+    assert gathering(layers(7), actions("F0.0 B0.0 F0.1 B0.1")).elements == 7
+    assert gathering(layers(7), actions("F0.0 F0.1 B0.0 B0.1")).elements == 4 * 7 - 7
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+def test_the_embedding_is_gathered_in_forwards_and_the_head_once_a_microbatch(microbatches: int) -> None:
+    """Without a pipeline, tied: the table for the embedding's forward and for the head; positions in forwards only."""
+    plan = build("1f1b", 1, microbatches).ranks[0]
+    assert gathering(MODEL, plan).elements == microbatches * (1000 + 10 + 2 * 300 + 1000 + 5)
+    assert gathering(MODEL, plan, resident=6).elements == microbatches * (1000 + 10 + 2 * 300 + 1000)
+    assert gathering(MODEL, plan, resident=101).elements == microbatches * 2 * 1000
+    assert gathering(MODEL, plan, resident=1001) == Gathering(0, 0)
+    turns = build("gpipe", 1, microbatches).ranks[0]  # the head again in all backwards but the first
+    assert gathering(MODEL, turns).elements == microbatches * (1010 + 2 * 300) + (2 * microbatches - 1) * 1005
+
+
+def test_a_shared_table_that_is_still_whole_is_not_gathered_again() -> None:
+    """With everything gathered ahead the embedding's table is the head's."""
+    plan = actions("F0.0 B0.0")
+    assert gathering(MODEL, plan, prefetch=3).elements - gathering(MODEL, plan, prefetch=4).elements == 1000
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (4, "1f1b"), (2, "gpipe"), (4, "gpipe")])
+def test_turns_of_schedules(stages: int, schedule: str) -> None:
+    """A rank saves one layer at every turn: its last one from F to B, its first one from B to F."""
+    m = 6
+    for rank, plan in enumerate(build(schedule, stages, m).ranks):
+        down = sum(str(a)[0] + str(b)[0] == "FB" for a, b in pairwise(plan))
+        assert down == (1 if schedule == "gpipe" else m - (stages - rank - 1))
+        up = down - 1
+        assert gathering(layers(1, 10, 100), plan).elements == 2 * m * 111 - 100 * down - up
+
+
+@pytest.mark.parametrize(("prefetch", "most"), [(1, 1110), (2, 1210), (3, 1310), (4, 1315), (9, 1315)])
+def test_at_most_the_layer_that_runs_and_those_ahead_are_whole(prefetch: int, most: int) -> None:
+    """The worst window of layers; the table is one tensor."""
+    plan = build("1f1b", 1, 3).ranks[0]
+    assert gathering(MODEL, plan, prefetch=prefetch).most == most
+    if prefetch >= 4:
+        assert most == sliced_parameters(MODEL, 0)
+
+
+def test_sizes_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ValueError, match="sizes add up to 3, not to its 4 parameters"):
+        LayerCost("x", 4, 0, 0, 0, 0, sizes=(1, 2))
+
+
+# ------------------------------------------------------------------------------------------------------- the forecast
+
+
+def forecast(world: int, **groups: dict[str, object]) -> Forecast:
+    model = {"layers": 6, "hidden": 64, "heads": 4, "seq": 16, "vocab": 50}
+    train = {"global_batch": 16, "micro_batch": 2, "steps": 10}
+    config = Config.model_validate({"model": model, "train": train, "precision": {"dtype": "bf16"}, **groups})
+    return Forecast.of(resolve(config, 50, world), world)
+
+
+def test_a_forecast_passes_on_what_the_run_does() -> None:
+    """pp 2 x dp 4 in groups of 2, bf16, gradients in fp32, two micro-batches, all parameters under the threshold."""
+    zero = {"stage": 3, "shard_size": 2, "prefetch": 2, "bucket_mib": 0.001}
+    run = forecast(8, zero=zero, parallel={"pp": 2}, optim={"name": "lion"})
+    costs = transformer_costs(
+        Decoder(hidden=64, heads=4, ffn=256, vocab=50, seq=16, micro_batch=2, positions=16, element_bytes=2), 6
+    )
+    assert run.microbatches == 2
+    for rank in run.ranks:
+        part = costs[rank.layers.start : rank.layers.stop]
+        count = sum(cost.parameters for cost in part)
+        assert rank.bytes["gradients"] == count // 2 * 4
+        assert rank.bytes["optimizer"] == count // 2 * (4 + 4)  # masters, and the one moment of Lion
+        assert rank.bytes["parameters"] == 2 * count
+        assert rank.sends["pp"] == 2 * part[0].output_bytes + 50 * 64 // 2 * 4  # messages, and the table's slice
+        assert rank.sends["dp"] == (2 * count * 4) // 2 + count // 2 * 4 + count * 2 // 2
+    text = run.text()
+    assert "14/2 bytes per parameter" in text
+    assert "sliced over 2 ranks in each of 2 groups" in text
+    assert "traffic    up to pp " in text
+
+
+def test_tied_tables_are_summed_between_stages_only_where_they_have_copies() -> None:
+    """With one stage the table is one tensor; with three the middle stage has none."""
+    assert forecast(1).ranks[0].sends == {"tp": 0, "pp": 0, "dp": 0, "cp": 0}
+    first, middle, last = forecast(3, parallel={"pp": 3}).ranks
+    message = 2 * 16 * 64 * 2 * 8
+    assert middle.sends["pp"] == 2 * message
+    assert first.sends["pp"] == last.sends["pp"] == message + 50 * 64 * 4

@@ -1,0 +1,80 @@
+"""From what a program passes to DeepSpeed, to the four objects it expects back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from threed.config import ConfigError
+from threed.deepspeed.data import deepspeed_io
+from threed.deepspeed.engine import DeepSpeedEngine
+from threed.deepspeed.views import OptimizerView, SchedulerView
+from threed.ds_config import ModelFacts, find_groups, read, read_optimizer, translate
+from threed.precision import DTYPES
+from threed.topology import Topology
+
+
+def initialize(
+    model: nn.Module | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: object | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    topology: Topology | None = None,
+) -> tuple[DeepSpeedEngine, OptimizerView, DataLoader[Any] | None, SchedulerView | None]:
+    """Engine, optimizer, data loader (of training_data) and scheduler (of the config) for a module. Collective.
+
+    model: any nn.Module. config: path of a ds_config.json, or a dict. optimizer: a torch AdamW, Adam or SGD, whose
+    hyper-parameters are taken; else the config's. model_parameters: parameters or groups, which must be all that
+    require gradients. Makes the process group if there is none. Raises ConfigError with everything that is wrong.
+    """
+    if model is None or config is None:
+        raise ConfigError([f"{name}: not given" for name, it in (("model", model), ("config", config)) if it is None])
+    if lr_scheduler is not None:
+        raise ConfigError(["lr_scheduler: objects are not there: write the config's scheduler, such as WarmupLR"])
+    ds = read(config)
+    notes: list[str] = []
+    if optimizer is not None:
+        if "optimizer" in ds:
+            notes.append("optimizer: no effect: the one passed to initialize is used")
+        ds["optimizer"], text = read_optimizer(optimizer)
+        notes.append(text)
+    groups = find_groups(model, optimizer.param_groups if optimizer is not None else model_parameters)
+    facts = find_facts(model)
+    topology = topology or Topology()
+    translation = translate(ds, topology.dp, facts, groups)
+    engine = DeepSpeedEngine(model, topology, translation)
+    engine.notes = (*notes, *translation.notes)
+    if topology.rank == 0:
+        print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
+    if training_data is not None:
+        engine.training_loader = deepspeed_io(
+            training_data, topology, translation.micro_batch, translation.drop_last, collate_fn
+        )
+    scheduler = None if translation.learning_rate is None else SchedulerView(engine.optimizer)
+    return engine, engine.optimizer, engine.training_loader, scheduler
+
+
+def find_facts(model: nn.Module) -> ModelFacts:
+    """The hidden size its `config` tells, as Hugging Face looks for it, and the format most of its weights have."""
+    counts = dict.fromkeys(DTYPES.values(), 0)
+    for param in model.parameters():
+        counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return ModelFacts(_hidden_size(getattr(model, "config", None)), names.get(max(counts, key=counts.__getitem__)))
+
+
+def _hidden_size(config: object) -> int | None:
+    for place in (config, getattr(config, "text_config", None)):
+        size = getattr(place, "hidden_size", None) or max(getattr(place, "hidden_sizes", None) or [0])
+        if size:
+            return int(size)
+    return None

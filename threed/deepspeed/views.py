@@ -1,0 +1,86 @@
+"""What programs look up in DeepSpeed's optimizer and scheduler; what they would change there is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from torch import nn
+
+from threed.engine import Engine
+from threed.zero.layout import Rates
+
+
+class ParamGroup(dict[str, Any]):
+    """A parameter group that is read only."""
+
+    def __setitem__(self, key: str, value: Any) -> NoReturn:
+        raise TypeError(f"{key} of a parameter group is not set from outside: write the config's scheduler")
+
+
+class OptimizerView:
+    """What programs look up in an optimizer; stepping is the engine's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        """One group for each learning rate and decay: its params, the next update's lr, weight_decay and the rest."""
+        optim, steps = self._engine.config.optim, self._engine.optimizer
+        lr = float(steps.learning_rate(steps.updates))
+        rest: dict[str, Any] = {"momentum": optim.momentum} if optim.name == "sgd" else {"betas": optim.betas}
+        rest |= {"eps": optim.eps} if optim.name == "adamw" else {}
+        groups = [group for group in self._engine.layout.groups if group.kind.trainable]
+        rates_of = {slot.spec.name: group.kind.rates for group in groups for slot in group.slots}
+        found: dict[Rates, list[nn.Parameter]] = {}
+        for name, param in self._engine.module.named_parameters():  # safe to look at where they are slices
+            if name in rates_of:
+                found.setdefault(rates_of[name], []).append(param)
+        return [
+            ParamGroup(params=params, lr=lr * rates.factor, weight_decay=rates.decay, **rest)
+            for rates, params in found.items()
+        ]
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with; 1 unless fp16."""
+        return float(self._engine.optimizer.scaler.scale)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: gradients are gone after a step."""
+
+    def step(self, *_: Any) -> NoReturn:
+        """Refused."""
+        raise NotImplementedError("call engine.step()")
+
+    def state_dict(self) -> NoReturn:
+        """Refused."""
+        raise NotImplementedError("a rank holds slices only: use engine.save_checkpoint(), which loads on any ranks")
+
+    def load_state_dict(self, state: Any) -> NoReturn:
+        """Refused."""
+        raise NotImplementedError("use engine.load_checkpoint()")
+
+
+class SchedulerView:
+    """What programs look up in a scheduler; it is a function of the updates done, and advances with them."""
+
+    def __init__(self, optimizer: OptimizerView) -> None:
+        self._optimizer = optimizer
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate of the next update, of every parameter group."""
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    get_lr = get_last_lr
+
+    def step(self, *_: Any) -> None:
+        """Nothing: an update advances the schedule, a skipped step does not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to keep: the number of updates is in the engine's checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing: see `state_dict`."""

@@ -1,0 +1,210 @@
+"""Any `nn.Module` as a model: one pipeline layer that calls it, and the units its parameters are gathered in.
+
+    model = Wrapped(hf_model)       # threed.Engine(hf_model, ...) does this by itself
+
+Units are the elements of the outermost `nn.ModuleList`s (transformer blocks, as a rule), and beside them every module
+that has parameters of its own. The module itself is not changed; its parameters get new storage.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from threed.layers.slicing import MicroBatch, Slicing
+from threed.sharding import Box, Piece, ShardSpec, attach
+
+Inputs = Mapping[str, Any]
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a module returned: its `.loss`, its entry 'loss', the first of a tuple, or itself.
+
+    Raises ValueError when that is no scalar.
+    """
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    if found is None and isinstance(output, tuple) and output:
+        found = output[0]
+    found = output if found is None else found
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(
+            f"the module returned {kind} where a scalar loss is needed: pass labels in the batch, or wrap it as"
+            " threed.models.Wrapped(module, loss=...)"
+        )
+    return found.reshape(())
+
+
+class Unit:
+    """Modules whose own parameters are gathered and released together; `module` is what runs them."""
+
+    def __init__(self, name: str, module: nn.Module, members: Sequence[nn.Module]) -> None:
+        self.name, self.module, self.members = name, module, members
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules whose parameters belong to the unit."""
+        return iter(self.members)
+
+
+class Wrapped(nn.Module):
+    """`module` as a model of one layer; see `threed.models.Model`.
+
+    The batch's tensors are its keyword arguments. loss: from what the module returns to the scalar mean loss. count:
+    from a micro-batch's inputs to the number of items its loss is a mean over (a scalar tensor), so that the loss of a
+    step is the mean over the global batch however it is cut. By default valid labels, else rows.
+    """
+
+    backward_reads_weights = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Callable[[Any], Tensor] = loss_of,
+        count: Callable[[Inputs], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.module, self.loss = module, loss
+        self.count = count or functools.partial(count_items, shifted=shifts_labels(module))
+        self.hidden, self.slicing, self.name = 0, Slicing(), "module"
+        self.units = list(find_units(module))
+        self._given: dict[str, Tensor] = {}
+        names: dict[int, str] = {}
+        for name, param in module.named_parameters():
+            names[id(param)] = name
+            piece = Piece(name, tuple(param.shape), (0,) * param.dim(), tuple(param.shape))
+            attach(param, ShardSpec((piece,), decay=param.dim() > 1))
+            self._given[name] = param.detach()
+        self._unit_of: dict[str, Unit] = {}
+        for unit in self.units:
+            for param in (p for member in unit.members for p in member.parameters(recurse=False)):
+                self._unit_of.setdefault(names[id(param)], unit)
+        # Copies of what is on the meta device cost nothing, and keep what a layout is about to replace.
+        self._plans = {unit.name: meta_copy(unit) for unit in self.units if is_meta(unit.members)}
+        self._fresh = functools.lru_cache(maxsize=2)(self._initialise)
+
+    def layers(self) -> list[nn.Module]:
+        """The module, as one layer."""
+        return [self]
+
+    def costs(self, micro_batch: int) -> Sequence[float]:
+        """One layer: nothing to balance."""
+        return [1.0]
+
+    def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
+        """The micro-batch's weighted loss."""
+        loss = self.loss(self.module(**(micro.inputs or {})))
+        loss = loss if loss.dtype == torch.float64 else loss.float()
+        return loss if micro.weight is None else loss * micro.weight.to(loss.dtype)
+
+    # ------------------------------------------------------------------------------------------------ initial values
+
+    def initial(self, piece: Piece, box: Box, seed: int) -> Tensor:
+        """The initial values of a box: those the module came with, or for a module on the meta device those that its
+        own initialisation gives, one unit in memory at a time."""
+        given = self._given[piece.name]
+        values = given if given.device.type != "meta" else self._fresh(self._unit_of[piece.name].name, seed)[piece.name]
+        return values[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
+
+    def initialised(self, device: torch.device) -> None:
+        """Forgets the values the module came with, moves buffers to the device, and gives those on the meta device the
+        values that their module's own initialisation gives."""
+        self._given.clear()
+        self._fresh.cache_clear()
+        for name, owner in self.module.named_modules():
+            buffers = owner._buffers
+            if any(buffer is not None and buffer.device.type == "meta" for buffer in buffers.values()):
+                buffers = self._initialised(shallow(owner), 0, name)._buffers
+            for key, buffer in buffers.items():
+                owner._buffers[key] = None if buffer is None else buffer.to(device)
+
+    def _initialise(self, unit: str, seed: int) -> dict[str, Tensor]:
+        """A unit's parameters by their names in the whole module."""
+        fresh = self._initialised(copy.deepcopy(self._plans[unit]), seed, unit)
+        found = fresh.named_parameters(prefix=unit, remove_duplicate=False)
+        return {name: param.detach() for name, param in found}
+
+    def _initialised(self, plan: nn.Module, seed: int, name: str) -> nn.Module:
+        """Gives a module on the meta device memory and initial values, the same for a name and seed on every rank."""
+        for module in plan.modules():
+            for key, param in module._parameters.items():
+                if param is not None:
+                    module._parameters[key] = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type == "meta":
+                    module._buffers[key] = torch.empty_like(buffer, device="cpu")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+            plan.apply(self._reset)
+        return plan
+
+    def _reset(self, module: nn.Module) -> None:
+        own = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
+        theirs = getattr(self.module, "_init_weights", None)
+        if theirs is not None:
+            theirs(module)
+        elif own:
+            reset = getattr(module, "reset_parameters", None)
+            if reset is None:
+                raise ValueError(
+                    f"{type(module).__name__} is on the meta device and has no reset_parameters(): build the model on"
+                    " the CPU, or give that module one"
+                )
+            reset()
+
+
+def is_meta(modules: Sequence[nn.Module]) -> bool:
+    """Whether some parameter of these modules has a shape but no values."""
+    return any(param.device.type == "meta" for module in modules for param in module.parameters(recurse=False))
+
+
+def meta_copy(unit: Unit) -> nn.Module:
+    """A unit to be initialised later."""
+    return copy.deepcopy(unit.module) if len(unit.members) > 1 else shallow(unit.module)
+
+
+def shallow(module: nn.Module) -> nn.Module:
+    """A copy of a module without its children."""
+    alone = copy.copy(module)
+    alone.__dict__["_modules"] = {}
+    alone.__dict__["_parameters"] = dict(module._parameters)
+    alone.__dict__["_buffers"] = dict(module._buffers)
+    return alone
+
+
+def find_units(root: nn.Module) -> Iterator[Unit]:
+    """The units of a module, in order of registration: blocks whole, other modules with what they own themselves."""
+    inside: set[int] = set()
+    for name, module in root.named_modules():
+        if id(module) in inside:
+            continue
+        if isinstance(module, nn.ModuleList):
+            for number, block in enumerate(module):
+                members = list(block.modules())
+                inside.update(map(id, members))
+                if any(True for _ in block.parameters()):
+                    yield Unit(f"{name}.{number}" if name else str(number), block, members)
+        if list(module.named_parameters(recurse=False)):
+            yield Unit(name, module, [module])
+
+
+def shifts_labels(module: nn.Module) -> bool:
+    """Whether the module predicts each label from the positions before it, as Hugging Face's causal models do: then
+    the first label of a row is not counted."""
+    return any(word in type(module).__name__ for word in ("CausalLM", "LMHeadModel"))
+
+
+def count_items(inputs: Inputs, shifted: bool) -> Tensor:
+    """How many items a mean loss is over: labels that are not ignored (below 0), else rows; fp64 scalar."""
+    labels = inputs.get("labels")
+    if labels is None or labels.is_floating_point():
+        first = next(value for value in inputs.values() if isinstance(value, Tensor))
+        return torch.tensor(float(len(first)), dtype=torch.float64, device=first.device)
+    return ((labels[:, 1:] if shifted else labels) >= 0).sum().double()

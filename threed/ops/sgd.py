@@ -1,0 +1,53 @@
+"""SGD with momentum on a flat slice: a plain reference, and the fused kernel that torch ships.
+
+As torch.optim.SGD: weight decay is part of the gradient, and the first buffer is the first gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from threed.ops.update import Moment
+
+
+@dataclass(frozen=True)
+class SGD:
+    """The constants of the update; see `Rule`."""
+
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The momentum buffer, if there is momentum."""
+        return ("momentum_buffer",) if self.momentum else ()
+
+    def update(self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float) -> None:
+        """One update in place, by the fused kernel."""
+        if g.dtype != p.dtype:
+            g = g.to(p.dtype)
+        scale, lr = None, now.lr
+        if p.dtype == torch.float32:
+            scale, lr = now.scale.float().reciprocal(), now.lr.float()  # the kernel divides, and reads both as fp32
+        else:
+            g.mul_(now.scale.to(p.dtype))
+        # A buffer of zeros becomes the gradient: no first step of its own.
+        torch.ops.aten._fused_sgd_.tensor_lr(
+            [p], [g], list(state), weight_decay=decay, momentum=self.momentum, lr=lr, dampening=0.0,
+            nesterov=self.nesterov, maximize=False, is_first_step=False, grad_scale=scale, found_inf=now.skip.float(),
+        )  # fmt: skip
+
+
+def reference(p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, sgd: SGD, decay: float) -> None:
+    """The same update in plain operations."""
+    go = now.skip == 0
+    g = g.to(p.dtype) * now.scale.to(p.dtype) + decay * p
+    if state:
+        buffer = sgd.momentum * state[0] + g
+        state[0].copy_(torch.where(go, buffer, state[0]))
+        g = g + sgd.momentum * buffer if sgd.nesterov else buffer
+    p.copy_(torch.where(go, p - now.lr.to(p.dtype) * g, p))

@@ -1,0 +1,36 @@
+"""What an optimizer's rule is: from a gradient to new weights, on a flat slice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """What changes from step to step, as scalar tensors.
+
+    lr: learning rate. step: this update's number, from 1. scale: what the gradient is multiplied by (clipping, loss
+    scale). skip: 1.0 where the update must not happen (a gradient that is not finite), else 0.0.
+    """
+
+    lr: Tensor
+    step: Tensor
+    scale: Tensor
+    skip: Tensor
+
+
+class Rule(Protocol):
+    """An update rule, with its constants. parts: the names of what it keeps beside the weights, element by element."""
+
+    @property
+    def parts(self) -> tuple[str, ...]: ...
+
+    def update(self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float) -> None:
+        """One update of p [n] and its state, in place, from the gradient g [n] (used up).
+
+        Nothing is read on the host; where `now.skip` is set, not a bit changes.
+        """

@@ -1,0 +1,122 @@
+"""Parameters whole when they are used: gathered before, released after.
+
+    publish(bucket)   the optimizer has new values in this rank's slice
+    start(unit)       begins to gather what a unit needs
+    ready(unit)       waits until it is whole
+    release(unit)     gives the memory back, unless another unit needs it still
+
+Parameters that stay whole (stages 1 and 2, small ones under stage 3) are gathered once, when they are published; that
+runs on while the next forward begins, and `ready` waits for it. Sliced parameters (stage 3) are gathered at every use.
+A group's buffer is freed and given memory again, while the tensors that look into it stay: parameters, and what
+autograd has saved of them.
+"""
+
+from __future__ import annotations
+
+from threed import collectives
+from threed.collectives import Pending
+from threed.topology import Axis
+from threed.zero.layout import Bucket, Group, Layout
+
+
+class Gatherer:
+    """Gathers the groups of a layout.
+
+    axis: the shard group again, with a communicator of its own: gathers and reductions need not keep one order.
+    """
+
+    def __init__(self, layout: Layout, axis: Axis) -> None:
+        self.layout, self.axis = layout, axis
+        self._published: dict[int, Pending] = {}  # by the bucket's number: gathers of what stays whole
+        self._numbers = {id(b): n for n, b in enumerate((*layout.buckets, *layout.frozen))}
+        self._buckets_of_unit: dict[int, list[int]] = {}
+        self._groups_of_unit: dict[int, list[Group]] = {}
+        self._gathering: dict[Group, list[Pending]] = {}
+        self._holders: dict[Group, set[int]] = {}
+        for group in layout.groups:
+            for unit in group.kind.units or ():
+                self._groups_of_unit.setdefault(unit, []).append(group)
+            for bucket in group.buckets if group.slices is None else ():
+                for unit in {unit for slot in bucket.slots() for unit in slot.units}:
+                    self._buckets_of_unit.setdefault(unit, []).append(self._numbers[id(bucket)])
+
+    # ------------------------------------------------------------------------------------------------- what stays whole
+
+    def publish(self, bucket: Bucket) -> None:
+        """Begins to gather the other ranks' slices of a bucket, if its parameters stay whole."""
+        group = bucket.group
+        if group.slices is None and group.shard.size > 1:
+            window = group.params[bucket.first : bucket.last]
+            self._published[self._numbers[id(bucket)]] = collectives.start_all_gather(bucket.own, self.axis, out=window)
+
+    def settle(self) -> None:
+        """Waits until all parameters that stay whole are."""
+        for number in list(self._published):
+            self._published.pop(number).wait()
+
+    # ---------------------------------------------------------------------------------------------------- what does not
+
+    def start(self, unit: int) -> None:
+        """Begins to gather the sliced parameters of a unit, unless they are whole or on their way."""
+        for group in self._groups_of_unit.get(unit, ()):
+            self.open(group, unit)
+
+    def ready(self, unit: int) -> None:
+        """Waits until all parameters of a unit are whole; begins to gather them if nobody has."""
+        if self._published:
+            for number in self._buckets_of_unit.get(unit, ()):
+                if number in self._published:
+                    self._published.pop(number).wait()
+        for group in self._groups_of_unit.get(unit, ()):
+            self.open(group, unit)
+            self.wait(group)
+
+    def release(self, unit: int) -> None:
+        """Frees the sliced parameters that only this unit held."""
+        for group in self._groups_of_unit.get(unit, ()):
+            self.close(group, unit)
+
+    def release_all(self) -> None:
+        """Frees all sliced parameters."""
+        for group in list(self._holders):
+            self._holders[group].clear()
+            self._free(group)
+
+    # ------------------------------------------------------------------------------------------------------ one group
+
+    def groups_of(self, unit: int) -> list[Group]:
+        """The sliced groups that a unit uses."""
+        return self._groups_of_unit.get(unit, [])
+
+    def is_open(self, group: Group) -> bool:
+        """Whether a sliced group is whole, or on its way."""
+        return group in self._holders
+
+    def open(self, group: Group, holder: int) -> None:
+        """Begins to gather a sliced group, and keeps it whole for `holder`."""
+        if group not in self._holders:
+            group.allocate()
+            self._gathering[group] = [
+                collectives.start_all_gather(bucket.own, self.axis, out=group.params[bucket.first : bucket.last])
+                for bucket in group.buckets
+            ]
+            self._holders[group] = set()
+        self._holders[group].add(holder)
+
+    def wait(self, group: Group) -> None:
+        """Waits for the gather of a group."""
+        for pending in self._gathering.pop(group, ()):
+            pending.wait()
+
+    def close(self, group: Group, holder: int) -> None:
+        """Frees a sliced group if `holder` was the last that kept it."""
+        holders = self._holders.get(group)
+        if holders is not None:
+            holders.discard(holder)
+            if not holders:
+                self._free(group)
+
+    def _free(self, group: Group) -> None:
+        self.wait(group)  # a gather under way still writes
+        del self._holders[group]
+        group.free()

@@ -1,0 +1,143 @@
+"""Where gradients gather before they leave: the whole flat buffer, or one bucket at a time.
+
+Both answer the same questions: where a parameter's gradient goes (`view`), what to do when it gets nothing,
+and what leaves as a bucket's window (`leave`, and `left` when it is needed no more).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from threed.zero.layout import Bucket, Layout, Slot
+
+
+class Gradients(Protocol):
+    """The memory of gradients on their way."""
+
+    def view(self, slot: Slot) -> Tensor:
+        """Where the parameter's gradient goes, in its shape; undefined until the first contribution is written."""
+
+    def missing(self, slot: Slot, bucket: Bucket) -> None:
+        """The parameter gets no gradient: in this bucket it counts as zero."""
+
+    def leave(self, bucket: Bucket) -> Tensor:
+        """The bucket's gradients [last - first]; padding is zero. What comes for the bucket now is the next round's."""
+
+    def left(self, window: Tensor) -> None:
+        """A window that has left is needed no more."""
+
+
+class Whole:
+    """All gradients in full, in the group's flat buffer (stages 0 and 1)."""
+
+    def __init__(self, layout: Layout) -> None:
+        groups = [group for group in layout.groups if group.kind.trainable]
+        self._views = {id(slot): group.view(slot, group.grads) for group in groups for slot in group.slots}
+
+    def view(self, slot: Slot) -> Tensor:
+        return self._views[id(slot)]
+
+    def missing(self, slot: Slot, bucket: Bucket) -> None:
+        first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
+        bucket.group.grads[first:last].zero_()
+
+    def leave(self, bucket: Bucket) -> Tensor:
+        return bucket.group.grads[bucket.first : bucket.last]
+
+    def left(self, window: Tensor) -> None:
+        """Nothing: the buffer stays."""
+
+
+class ByBucket:
+    """Gradients in full for the buckets that are under way only (stages 2 and 3).
+
+    A bucket's buffer is taken when the first gradient for it comes, and given back when it has left; buffers are used
+    again. A parameter that lies in several buckets gets a tensor of its own, and its buckets get their parts as they
+    leave. So memory is the open buckets and the largest single gradient, however large the model.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.dtype = layout.policy.grad_dtype
+        self._homes: dict[int, list[Bucket]] = {}
+        for bucket in layout.buckets:
+            for slot in bucket.slots():
+                self._homes.setdefault(id(slot), []).append(bucket)
+        self._gaps = {id(bucket): _gaps(bucket) for bucket in layout.buckets}
+        self._cut_slots = {id(b): [s for s in b.slots() if len(self._homes[id(s)]) > 1] for b in layout.buckets}
+        self._open: dict[int, Tensor] = {}
+        self._cut: dict[int, Tensor] = {}
+        self._to_leave: dict[int, int] = {}  # of a cut gradient: buckets that have not left
+        self._free: list[Tensor] = []
+        self._lent: set[int] = set()
+
+    def view(self, slot: Slot) -> Tensor:
+        homes = self._homes.get(id(slot), [])
+        if len(homes) == 1:
+            at = slot.first - homes[0].first
+            return self._window(homes[0])[at : at + slot.param.numel()].view(slot.param.shape)
+        if id(slot) not in self._cut:
+            self._cut[id(slot)] = torch.empty(slot.param.shape, dtype=self.dtype, device=slot.param.device)
+            self._to_leave[id(slot)] = len(homes)
+        return self._cut[id(slot)]
+
+    def missing(self, slot: Slot, bucket: Bucket) -> None:
+        first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
+        self._window(bucket)[first - bucket.first : last - bucket.first].zero_()
+
+    def leave(self, bucket: Bucket) -> Tensor:
+        window: Tensor | None = None
+        for slot in self._cut_slots[id(bucket)]:
+            if id(slot) not in self._cut:
+                continue
+            first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
+            part = self._cut[id(slot)].view(-1)[first - slot.first : last - slot.first]
+            if (first, last) == (bucket.first, bucket.last):
+                window = part  # nothing else lies in the bucket
+            else:
+                self._window(bucket)[first - bucket.first : last - bucket.first].copy_(part)
+            self._to_leave[id(slot)] -= 1
+            if not self._to_leave[id(slot)]:
+                del self._cut[id(slot)]
+        if window is None:
+            window = self._window(bucket)
+            del self._open[id(bucket)]
+        return window
+
+    def left(self, window: Tensor) -> None:
+        buffer = window if window._base is None else window._base
+        if id(buffer) in self._lent:
+            self._lent.remove(id(buffer))
+            self._free.append(buffer)
+
+    def _window(self, bucket: Bucket) -> Tensor:
+        if id(bucket) not in self._open:
+            size = bucket.last - bucket.first
+            buffer = self._take(size, bucket.group.grads.device)
+            self._lent.add(id(buffer))
+            window = buffer[:size]
+            for first, last in self._gaps[id(bucket)]:
+                window[first:last].zero_()
+            self._open[id(bucket)] = window
+        return self._open[id(bucket)]
+
+    def _take(self, size: int, device: torch.device) -> Tensor:
+        """The smallest free buffer that is large enough, or a new one."""
+        fitting = [n for n, buffer in enumerate(self._free) if len(buffer) >= size]
+        if not fitting:
+            return torch.empty(size, dtype=self.dtype, device=device)
+        return self._free.pop(min(fitting, key=lambda n: len(self._free[n])))
+
+
+def _gaps(bucket: Bucket) -> list[tuple[int, int]]:
+    """The stretches of a bucket's window that no parameter covers."""
+    gaps, at = [], bucket.first
+    for slot in bucket.slots():
+        if slot.first > at:
+            gaps.append((at - bucket.first, slot.first - bucket.first))
+        at = max(at, slot.last)
+    if at < bucket.last:
+        gaps.append((at - bucket.first, bucket.last - bucket.first))
+    return gaps

@@ -1,0 +1,180 @@
+"""ZeRO for modules that know nothing of it: parameters of a wrapped module are gathered when they are used.
+
+    hooks = Hooks(module, units, layout, gatherer, reducer)
+    hooks.pass_ended()          after each backward, and after a forward that none follows
+
+A parameter is used in two ways, and both are seen. In a forward somebody takes it from the module that has it: the
+module's table of parameters gathers what is taken, wherever that happens; a unit gathers all it has when it is called,
+and releases it when it returns. In a backward autograd asks for what it saved: tensors that look into a gathered buffer
+are packed together with the group they belong to, and gathered again before they are handed out. A group is released
+when the gradients of all its parameters have come, and else when it has not been asked for in a while, or at the end.
+
+What comes next is what came next the last time: that is gathered ahead. A wrong guess costs its bytes and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from threed.zero import table
+from threed.zero.gather import Gatherer
+from threed.zero.layout import Group, Layout, Slot
+from threed.zero.reducer import Reducer
+
+BACKWARD, AHEAD = -1, -2  # who holds a group, beside the depth of the calls that do
+RECENT = 3  # groups that stay whole in a backward though none of their gradients comes
+
+
+class HasModules(Protocol):
+    """A unit: the module that is called, and all whose parameters are gathered for it."""
+
+    module: nn.Module
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+
+class Trace:
+    """Which group follows which, as it was in the last pass."""
+
+    def __init__(self) -> None:
+        self.seen: list[Group] = []
+        self.after: dict[Group, Group] = {}
+        self.last: Group | None = None
+
+    def note(self, group: Group) -> Group | None:
+        """Takes notice of a use; what will come next, if the last pass is a guide."""
+        if self.seen and self.seen[-1] is group:
+            return None
+        self.seen.append(group)
+        return self.after.get(group)
+
+    def end(self) -> None:
+        """The pass is over."""
+        if self.seen:
+            self.after, self.last = dict(pairwise(self.seen)), self.seen[-1]
+            self.seen = []
+
+
+class Hooks:
+    """Installs itself in `module` and its units."""
+
+    def __init__(
+        self, module: nn.Module, units: Sequence[HasModules], layout: Layout, gatherer: Gatherer, reducer: Reducer
+    ) -> None:
+        self.gatherer = gatherer
+        self.forwards, self.backwards = Trace(), Trace()
+        self._calls: list[list[Group]] = []  # the groups that each call under way holds
+        self._recent: list[Group] = []
+        self._saving: Any = None
+        self._group_of_storage: dict[int, Group] = {}
+        self._group_of_slot: dict[int, Group] = {}
+        self._due: dict[Group, int] = {}
+        for group in layout.groups:
+            if group.slices is not None:
+                self._group_of_storage[group.params.untyped_storage()._cdata] = group
+                self._group_of_slot.update({id(slot): group for slot in group.slots})
+        table.install(module.modules(), layout, gatherer, self.taken)
+        for number, unit in enumerate(units):
+            self._install(unit.module, number)
+        if all(unit.module is not module for unit in units):
+            self._install(module, None)
+        if self._group_of_slot:
+            reducer.listener = self._gradient_came
+
+    def _install(self, module: nn.Module, unit: int | None) -> None:
+        module.register_forward_pre_hook(lambda *_: self._enter(unit))
+        module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+
+    # -------------------------------------------------------------------------------------------------------- forward
+
+    def _enter(self, unit: int | None) -> None:
+        self.gatherer.settle()
+        if not self._group_of_slot:
+            return
+        if not self._calls and not in_backward():
+            self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._saving.__enter__()
+        self._calls.append([])
+        for group in self.gatherer.groups_of(unit) if unit is not None else ():
+            self.taken(group)
+
+    def taken(self, group: Group) -> None:
+        """A parameter of the group is about to be used. Outside of a forward and a backward nothing is gathered: its
+        values are `Engine.full_state_dict`'s."""
+        if self._calls:
+            if group not in self._calls[-1]:
+                self._calls[-1].append(group)
+                self._hold(group, len(self._calls))
+        elif in_backward():
+            self._use(group)
+
+    def _leave(self) -> None:
+        if not self._calls:
+            return
+        depth, held = len(self._calls), self._calls.pop()
+        for group in held:
+            stays = in_backward() or (torch.is_grad_enabled() and group is self.forwards.last)
+            if stays:  # a recompute, whose backward follows, or the backward that follows begins here
+                self.gatherer.open(group, BACKWARD)
+            self.gatherer.close(group, depth)
+        if not self._calls and self._saving is not None:
+            self._saving.__exit__(None, None, None)
+            self._saving = None
+            self.forwards.end()
+
+    def _hold(self, group: Group, holder: int) -> None:
+        """Makes a group whole, and begins to gather the one that comes next."""
+        self.gatherer.open(group, holder)
+        following = (self.backwards if in_backward() else self.forwards).note(group)
+        self.gatherer.wait(group)
+        self.gatherer.close(group, AHEAD)
+        if following is not None:
+            self.gatherer.open(following, AHEAD)
+
+    # ------------------------------------------------------------------------------------------------------- backward
+
+    def _pack(self, tensor: Tensor) -> Any:
+        group = self._group_of_storage.get(tensor.untyped_storage()._cdata)
+        return tensor if group is None else (group, tensor)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        group, tensor = packed
+        self._use(group)
+        return tensor
+
+    def _use(self, group: Group) -> None:
+        """A group is asked for in a backward."""
+        if not (self._recent and self._recent[-1] is group and self.gatherer.is_open(group)):
+            self._hold(group, BACKWARD)
+            self._recent = [*(other for other in self._recent if other is not group), group]
+            while len(self._recent) > RECENT:
+                self.gatherer.close(self._recent.pop(0), BACKWARD)
+
+    def _gradient_came(self, slot: Slot) -> None:
+        group = self._group_of_slot.get(id(slot))
+        if group is None:
+            return
+        self._due.setdefault(group, len(group.slots))
+        self._due[group] -= 1
+        if self._due[group] == 0:
+            self._recent = [other for other in self._recent if other is not group]
+            self.gatherer.close(group, BACKWARD)
+
+    def pass_ended(self) -> None:
+        """Nothing more is used in this pass."""
+        self.backwards.end()
+        self._recent.clear()
+        self._due.clear()
+        self.gatherer.release_all()
+
+
+def in_backward() -> bool:
+    """Whether this runs inside autograd's engine."""
+    return bool(torch._C._current_graph_task_id() != -1)

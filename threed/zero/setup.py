@@ -1,0 +1,78 @@
+"""From the configuration to what ZeRO works with: the layout's policy, the optimizer's rule, rates, the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+from threed.config import Config, ConfigError, OptimConfig, PrecisionConfig
+from threed.ops.adam import Adam
+from threed.ops.lion import Lion
+from threed.ops.sgd import SGD
+from threed.ops.update import Rule
+from threed.precision import LossScale, dtype
+from threed.sharding import ShardSpec
+from threed.topology import Axis, Topology
+from threed.zero.layout import Policy, Rates
+
+
+def shard_axes(config: Config, topology: Topology) -> tuple[str, str, str]:
+    """The names of the axes S (slices), R (ranks with the same slice), and of S again with a communicator of its own
+    for gathers; an empty name is an axis of this rank alone. `Topology.prepare` makes them."""
+    size, dp = config.zero.shard_size, topology.dp
+    n = 1 if config.zero.stage == 0 else dp if size == "all" else int(size)
+    if dp % n:
+        raise ConfigError([f"--zero.shard-size {n} does not divide dp {dp}"])
+    if n == 1:
+        return "", "dp", ""
+    base = "dp" if n == dp else f"dp/{n}"
+    return base, "" if n == dp else f"dp%{n}", f"{base}@gather" if config.zero.stage == 3 else base
+
+
+def policy(config: Config, topology: Topology) -> Policy:
+    """How parameters are laid out."""
+    alone = Axis("dp", (topology.rank,), 0, None, topology.traffic)
+    shard, replicas, _ = (topology.axis(name) if name else alone for name in shard_axes(config, topology))
+    return Policy(
+        stage=config.zero.stage, shard=shard, replicas=replicas, bucket_bytes=int(config.zero.bucket_mib * 2**20),
+        param_dtype=dtype(config.precision.dtype), grad_dtype=dtype(config.precision.grad_dtype or "fp32"),
+        resident=config.zero.resident, rates=rates(config.optim),
+    )  # fmt: skip
+
+
+def rates(optim: OptimConfig) -> Callable[[ShardSpec], Rates]:
+    """Learning rate and decay of every parameter: of the first group that its name matches, else the optimizer's."""
+
+    groups = optim.groups
+
+    def of_name(name: str, decays: bool) -> Rates:
+        own = next((group for group in groups if fnmatchcase(name, group.match)), None)
+        factor = 1.0 if own is None or own.lr is None else own.lr / optim.lr
+        decay = optim.weight_decay if decays else 0.0
+        return Rates(factor, decay if own is None or own.weight_decay is None else own.weight_decay)
+
+    def of(spec: ShardSpec) -> Rates:
+        found = {of_name(piece.name, spec.decay) for piece in spec.pieces}
+        if len(found) > 1:
+            names = ", ".join(piece.name for piece in spec.pieces)
+            raise ConfigError([f"--optim.groups gives {names} different rates, but they are one matrix: match all"])
+        return found.pop()
+
+    return of
+
+
+def rule(optim: OptimConfig) -> Rule:
+    """The optimizer's update."""
+    if optim.name == "sgd":
+        return SGD(optim.momentum)
+    if optim.name == "lion":
+        return Lion(*optim.betas)
+    return Adam(*optim.betas, optim.eps)
+
+
+def loss_scale(precision: PrecisionConfig) -> LossScale:
+    """How the loss is scaled: only fp16 needs it."""
+    if precision.dtype != "fp16":
+        return LossScale(initial=1.0, dynamic=False)
+    given = precision.loss_scale
+    return LossScale() if given == "dynamic" else LossScale(initial=float(given), dynamic=False)
