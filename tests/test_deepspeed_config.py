@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from threed.config import ConfigError
-from threed.ds_config import Group, ModelFacts, Translation, find_groups, keys, read, read_optimizer, translate
+from threed.ds_config import ModelFacts, Translation, keys, translate
 from threed.precision import LossScale
 
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -148,79 +145,6 @@ def test_adam_without_decay_is_the_same_in_both_modes() -> None:
 
 def test_no_optimizer() -> None:
     assert problems({"train_batch_size": 4})[0].startswith("optimizer: not given: write")
-
-
-# ----------------------------------------------------------------------------------------------------- learning rates
-
-SCHEDULES: list[tuple[str, dict[str, Any]]] = [
-    ("WarmupLR", {"warmup_min_lr": 1e-5, "warmup_max_lr": 3e-3, "warmup_num_steps": 7}),
-    ("WarmupLR", {"warmup_num_steps": 5, "warmup_type": "linear"}),
-    ("WarmupLR", {"warmup_num_steps": 1}),
-    ("WarmupDecayLR", {"total_num_steps": 20, "warmup_num_steps": 6, "warmup_min_lr": 1e-4, "warmup_max_lr": 2e-3}),
-    ("WarmupDecayLR", {"total_num_steps": 20, "warmup_num_steps": 6, "warmup_type": "linear"}),
-    ("WarmupDecayLR", {"total_num_steps": 4, "warmup_num_steps": 6}),
-    ("WarmupCosineLR", {"total_num_steps": 20, "warmup_num_steps": 6, "warmup_min_ratio": 0.1}),
-    ("WarmupCosineLR", {"total_num_steps": 20, "warmup_num_steps": 4, "cos_min_ratio": 0.2, "warmup_type": "linear"}),
-    ("WarmupCosineLR", {"total_num_steps": 3, "warmup_num_steps": 6}),
-]
-
-
-def ours(name: str, params: dict[str, Any], updates: int, lr: float = 1.5e-3) -> list[float]:
-    optimizer = {"type": "AdamW", "params": {"lr": lr}}
-    t = translate(config(optimizer=optimizer, scheduler={"type": name, "params": params}), 4)
-    assert t.learning_rate is not None
-    return [float(t.learning_rate(torch.tensor(float(n), dtype=torch.float64))) for n in range(updates)]
-
-
-@pytest.mark.parametrize(("name", "params"), SCHEDULES)
-def test_learning_rates_are_those_of_deepspeed(name: str, params: dict[str, Any]) -> None:
-    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.5e-3)
-    scheduler, theirs = getattr(schedules, name)(optimizer, **params), []
-    for _ in range(30):  # the engine steps the scheduler after the optimizer
-        theirs.append(float(optimizer.param_groups[0]["lr"]))
-        scheduler.step()
-    assert ours(name, params, 30) == pytest.approx(theirs, rel=1e-12, abs=1e-18)
-
-
-def test_learning_rates_by_the_formula() -> None:
-    log = ours("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 8}, 10)
-    assert (log[:3], log[4]) == (pytest.approx([0, 0, 1 / 3]), pytest.approx(2 / 3))
-    assert log[8:] == [1.0, 1.0]
-    params = {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear", "total_num_steps": 8}
-    want = [0, 0, 0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0, 0]
-    assert ours("WarmupDecayLR", params, 11) == pytest.approx(want)
-    params = {"warmup_num_steps": 2, "warmup_type": "linear", "total_num_steps": 4, "cos_min_ratio": 0.5}
-    assert ours("WarmupCosineLR", params, 6, lr=1.0) == pytest.approx([0, 0, 0.5, 0.75, 0.5, 0.5])
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "text"),
-    [
-        ({"type": "OneCycle"}, "scheduler.type: OneCycle is not there: use WarmupLR, WarmupDecayLR, WarmupCosineLR"),
-        ({"type": "LRRangeTest"}, "scheduler.type: LRRangeTest is not there"),
-        ({"type": "Cosine"}, 'scheduler.type: "Cosine" is not known'),
-        ({"params": {}}, "scheduler.type: not given"),
-        ({"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps: not given"),
-        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "warmup_num_steps: 0 must be at least 1"),
-        ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, "write the number of optimizer steps"),
-        ({"type": "WarmupLR", "params": {"warmup_type": "cos"}}, 'warmup_type: "cos" is not known: use log or linear'),
-        ({"type": "WarmupLR", "params": {"total_num_steps": 9}}, "total_num_steps: no such key"),
-        ({"type": "WarmupLR", "params": {"warmup_max_lr": [1, 2]}}, "warmup_max_lr: [1, 2] is no number"),
-        ({"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}}, 'total_num_steps: "auto" is filled in'),
-        ({"type": "WarmupLR", "params": {"last_batch_iteration": 9}}, "engine.load_checkpoint() restores the step"),
-    ],
-)
-def test_schedulers_that_are_refused(scheduler: dict[str, Any], text: str) -> None:
-    assert text in problem(scheduler=scheduler)
-
-
-def test_auto_in_a_scheduler() -> None:
-    params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 2, "total_num_steps": 9}
-    t = translate(config(scheduler={"type": "WarmupDecayLR", "params": params}), 4)
-    assert t.learning_rate is not None
-    assert (t.learning_rate.low, t.learning_rate.high) == (0.0, 1e-3)
-    assert notes(t, "scheduler.params.warmup_max_lr") == ['"auto": 0.001, the optimizer\'s lr, as Hugging Face does']
 
 
 # ----------------------------------------------------------------------------------------------------------- precision
@@ -480,91 +404,3 @@ def test_a_configuration_in_the_wild() -> None:
         groups = ("bf16", "optimizer", "scheduler", "zero_optimization", "offload_optimizer", "offload_param")
         known = known or key in groups or key == "gradient_accumulation_steps"
         assert known or any(note.split(":")[0].endswith(key) for note in t.notes), key
-
-
-# ------------------------------------------------------------------------------------------------------- what is passed
-
-
-def test_reading(tmp_path: Path) -> None:
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(BASE), encoding="utf-8")
-    assert read(path) == read(str(path)) == read(BASE) == BASE
-    for text, want in (
-        ('{"a": 1, // no', "not JSON"), ("[1]", "holds list"), ('{"fp16": 1, "fp16": 2}', "fp16: given twice"),
-    ):  # fmt: skip
-        path.write_text(text, encoding="utf-8")
-        with pytest.raises(ConfigError, match=want):
-            read(path)
-    with pytest.raises(ConfigError, match="give the path of a"):
-        read(tmp_path / "none.json")
-
-
-def small() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-
-
-def test_a_torch_optimizer_is_read() -> None:
-    model = small()
-    section, note = read_optimizer(torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.8, 0.9), weight_decay=0.3))
-    optim = translate(config(optimizer=section), 4).config.optim
-    assert (optim.name, optim.lr, optim.betas, optim.weight_decay) == ("adamw", 2e-4, (0.8, 0.9), 0.3)
-    assert note == (
-        "optimizer: torch.optim.AdamW as passed, with betas (0.8, 0.9), eps 1e-08, lr 0.0002, weight_decay 0.3"
-    )
-    section, _ = read_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
-    optim = translate(config(optimizer=section), 4).config.optim
-    assert (optim.name, optim.lr, optim.momentum) == ("sgd", 0.1, 0.5)
-    section, _ = read_optimizer(torch.optim.Adam(model.parameters(), weight_decay=0.1))
-    assert "weight_decay 0" in problem(optimizer=section)
-
-
-def test_torch_optimizers_that_are_refused() -> None:
-    model = small()
-    with pytest.raises(ConfigError, match="RMSprop is not there: pass torch's AdamW, Adam or SGD"):
-        read_optimizer(torch.optim.RMSprop(model.parameters()))
-    first, second = model.children()
-    groups: list[dict[str, Any]] = [
-        {"params": first.parameters()},
-        {"params": second.parameters(), "betas": (0.1, 0.2)},
-    ]
-    with pytest.raises(ConfigError, match="groups differ in betas"):
-        read_optimizer(torch.optim.AdamW(groups))
-    used = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(1, 3)).sum().backward()
-    used.step()
-    with pytest.raises(ConfigError, match="has made steps"):
-        read_optimizer(used)
-
-
-def test_parameter_groups() -> None:
-    model = small()
-    first, second = model.children()
-    dicts = [{"params": first.parameters(), "lr": 0.1}, {"params": list(second.parameters()), "weight_decay": 0.2}]
-    groups = find_groups(model, dicts)
-    assert groups == (Group(("0.weight", "0.bias"), 0.1, None), Group(("1.weight", "1.bias"), None, 0.2))
-    optim = translate(BASE, 4, ModelFacts(), groups).config.optim
-    assert [(g.match, g.lr, g.weight_decay) for g in optim.groups] == [
-        ("0.weight", 0.1, None), ("0.bias", 0.1, None), ("1.weight", None, 0.2), ("1.bias", None, 0.2), ("*", None, 0),
-    ]  # fmt: skip
-    assert find_groups(model, model.parameters()) == ()
-    assert find_groups(model, None) == ()
-    with pytest.raises(ConfigError, match=r"without 1.bias, 1.weight: set requires_grad_\(False\)"):
-        find_groups(model, first.parameters())
-    with pytest.raises(ConfigError, match="2 of them are not the model's"):
-        find_groups(model, [*model.parameters(), *nn.Linear(2, 2).parameters()])
-    second.requires_grad_(False)
-    assert find_groups(model, first.parameters()) == ()
-
-
-def test_a_schedule_of_its_own_rates_sets_all_groups() -> None:
-    model = small()
-    first, second = model.children()
-    groups = find_groups(model, [{"params": first.parameters(), "lr": 0.1}, {"params": second.parameters(), "lr": 0.2}])
-    t = translate(config(scheduler={"type": "WarmupLR"}), 4, ModelFacts(), groups)
-    assert {g.lr for g in t.config.optim.groups} == {None}
-    assert (
-        notes(t, "scheduler.params.warmup_max_lr")[-1] == "one learning rate for all parameter groups, as in DeepSpeed"
-    )
-    cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}
-    t = translate(config(scheduler=cosine), 4, ModelFacts(), groups)
-    assert {g.lr for g in t.config.optim.groups} == {0.1, 0.2, None}

@@ -82,7 +82,20 @@ def start_all_gather(shard: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
     if out is None:
         out = shard.new_empty(axis.size * shard.shape[0], *shard.shape[1:])
     axis.count(_nbytes(shard) * (axis.size - 1))
+    if axis.size == 2 and _gloo(axis):
+        return _swap(shard, out, axis)
     return Pending(lambda: out, _all_gather_single(out, shard, group=axis.group, async_op=True))
+
+
+def _swap(shard: Tensor, out: Tensor, axis: Axis) -> Pending:
+    """Two ranks give each other their shard: gloo's all-gather takes 3 to 5 times as long from 32 MiB on."""
+    halves = out.view(2, -1)
+    if halves[axis.index].data_ptr() != shard.data_ptr():
+        halves[axis.index].copy_(shard.view(-1))
+    splits = [0, shard.numel()] if axis.index == 0 else [shard.numel(), 0]
+    other = halves[1 - axis.index]
+    work = dist.all_to_all_single(other, shard.view(-1), splits, splits, group=axis.group, async_op=True)
+    return Pending(lambda: out, work)
 
 
 def all_gather(shard: Tensor, axis: Axis) -> Tensor:

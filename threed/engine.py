@@ -16,6 +16,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,11 @@ class StepMetrics:
     def loss(self) -> float:
         """The global batch's mean token loss before the update, in nats."""
         return float(self._loss)
+
+    @property
+    def loss_tensor(self) -> Tensor:
+        """The same as a scalar tensor, which nobody has to wait for."""
+        return self._loss
 
     @property
     def grad_norm(self) -> float:
@@ -226,8 +232,6 @@ class Engine:
 
     def begin(self, microbatches: int) -> None:
         """Begins an optimizer step of so many micro-batches; `step` does this by itself."""
-        if self.wrapped is not None:
-            self.wrapped.train()
         self.reducer.begin(microbatches)
         self._backwards_s = 0.0
 
@@ -271,9 +275,8 @@ class Engine:
     def evaluate(self, batch: Batch) -> Tensor:
         """The mean token loss (scalar tensor, on every rank) of this data rank's share of a batch, without training."""
         micros = self._micro_batches(batch, training=False)
-        if self.wrapped is not None:
-            self.wrapped.eval()
-        losses = self.executor.run(self._forward_plan(len(micros)), micros, self._boundary(batch))
+        with nullcontext() if self.wrapped is None else self.wrapped.evaluating():
+            losses = self.executor.run(self._forward_plan(len(micros)), micros, self._boundary(batch))
         self._forwards_ended()
         return collectives.sum_of_scalars(self._carry(losses, 1.0), self.topology.axis("world"))[0]
 

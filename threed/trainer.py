@@ -131,8 +131,8 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self.topology.device)
             return 0
         process.reset_peak_rss()
-        groups = self.engine.layout.groups
-        return process.peak_rss_bytes() - sum(g.params.numel() * g.params.element_size() for g in groups)
+        held = [g.params if g.slices is None else g.slices for g in self.engine.layout.groups]
+        return process.peak_rss_bytes() - sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def _greet(self) -> None:
         """Says what is about to happen, and keeps the configuration."""
@@ -205,6 +205,7 @@ class Trainer:
             "train/grad_norm": metrics.grad_norm,
             "train/tokens": self.engine.consumed * self.config.model.seq,
             "train/skipped_steps": metrics.skipped,
+            "train/loss_scale": metrics.loss_scale,
             **self.meter.take(),
             "mem/peak_rss_gib": max(rank["rss"] for rank in everyone) / GIB,
             "run/restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),

@@ -133,7 +133,7 @@ class DeepSpeedEngine:
             self.backward(loss_of(self._run(next(source))))
             self.step()
         assert self.metrics is not None
-        return self.metrics._loss  # the tensor: to read .loss would wait for the device
+        return self.metrics.loss_tensor
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:

@@ -12,6 +12,7 @@ import copy
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -103,6 +104,17 @@ class Wrapped(nn.Module):
         loss = self.loss(self.module(**(micro.inputs or {})))
         loss = loss if loss.dtype == torch.float64 else loss.float()
         return loss if micro.weight is None else loss * micro.weight.to(loss.dtype)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """In evaluation mode for a while; every module then goes back to the mode it was in."""
+        modes = [(module, module.training) for module in self.module.modules()]
+        self.module.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     # ------------------------------------------------------------------------------------------------ initial values
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from threed import collectives
 from threed.collectives import Pending
 from threed.topology import Axis
-from threed.zero.layout import Bucket, Group, Layout
+from threed.zero.layout import Bucket, Group, Layout, Slot
 
 
 class Gatherer:
@@ -30,6 +30,7 @@ class Gatherer:
         self._published: dict[int, Pending] = {}  # by the bucket's number: gathers of what stays whole
         self._numbers = {id(b): n for n, b in enumerate((*layout.buckets, *layout.frozen))}
         self._buckets_of_unit: dict[int, list[int]] = {}
+        self._buckets_of_slot: dict[int, list[int]] = {}
         self._groups_of_unit: dict[int, list[Group]] = {}
         self._gathering: dict[Group, list[Pending]] = {}
         self._holders: dict[Group, set[int]] = {}
@@ -37,8 +38,11 @@ class Gatherer:
             for unit in group.kind.units or ():
                 self._groups_of_unit.setdefault(unit, []).append(group)
             for bucket in group.buckets if group.slices is None else ():
+                number = self._numbers[id(bucket)]
+                for slot in bucket.slots():
+                    self._buckets_of_slot.setdefault(id(slot), []).append(number)
                 for unit in {unit for slot in bucket.slots() for unit in slot.units}:
-                    self._buckets_of_unit.setdefault(unit, []).append(self._numbers[id(bucket)])
+                    self._buckets_of_unit.setdefault(unit, []).append(number)
 
     # ------------------------------------------------------------------------------------------------- what stays whole
 
@@ -48,6 +52,13 @@ class Gatherer:
         if group.slices is None and group.shard.size > 1:
             window = group.params[bucket.first : bucket.last]
             self._published[self._numbers[id(bucket)]] = collectives.start_all_gather(bucket.own, self.axis, out=window)
+
+    def wait_for(self, slot: Slot) -> None:
+        """Waits until one parameter that stays whole is."""
+        if self._published:
+            for number in self._buckets_of_slot.get(id(slot), ()):
+                if number in self._published:
+                    self._published.pop(number).wait()
 
     def settle(self) -> None:
         """Waits until all parameters that stay whole are."""

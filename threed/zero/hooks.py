@@ -93,8 +93,7 @@ class Hooks:
     # -------------------------------------------------------------------------------------------------------- forward
 
     def _enter(self, unit: int | None) -> None:
-        self.gatherer.settle()
-        if not self._group_of_slot:
+        if not self._group_of_slot:  # what stays whole is waited for where it is taken
             return
         if not self._calls and not in_backward():
             self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)

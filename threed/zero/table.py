@@ -1,6 +1,7 @@
-"""Safe access to parameters that may be slices: a module's table of parameters that knows which of them are whole.
+"""Safe access to parameters: a module's table of parameters that knows which of them are whole.
 
-A parameter whose memory is away would be read out of bounds. Whoever takes one from its module meanwhile gets a
+A sliced parameter whose memory is away would be read out of bounds, and one that stays whole may still be on its way
+from the last step. Whoever takes a parameter from its module waits for the latter; in place of the former they get a
 stand-in on the meta device: shape and dtype are right, and an attempt to read it is torch's error, not a crash.
 """
 
@@ -12,25 +13,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from threed.sharding import attach, spec_of
+from threed.sharding import attach
 from threed.zero.gather import Gatherer
-from threed.zero.layout import Group, Layout
+from threed.zero.layout import Group, Layout, Slot
+
+Place = tuple[Group, Slot, nn.Parameter]  # where a parameter lies, and its stand-in
 
 
 class Parameters(dict[str, Any]):
-    """The `_parameters` of a module, some of them sliced; `taken` hears of every one that is asked for by name."""
+    """The `_parameters` of a module; `taken` hears of every sliced one that is asked for by name."""
 
     def __init__(
-        self, table: dict[str, Any], groups: dict[str, Group], gatherer: Gatherer,
+        self, table: dict[str, Any], places: dict[str, Place], gatherer: Gatherer,
         taken: Callable[[Group], None] | None,
     ) -> None:  # fmt: skip
         super().__init__(table)
-        self._groups, self._gatherer, self._taken = groups, gatherer, taken
-        self._stand_ins = {name: _stand_in(table[name]) for name in groups}
+        self._places, self._gatherer, self._taken = places, gatherer, taken
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._groups and self._taken is not None:
-            self._taken(self._groups[name])
+        if self._taken is not None and name in self._places and self._places[name][0].slices is not None:
+            self._taken(self._places[name][0])
         return self._safe(name)
 
     def items(self) -> Any:
@@ -40,27 +42,33 @@ class Parameters(dict[str, Any]):
         return {name: self._safe(name) for name in self}.values()
 
     def _safe(self, name: str) -> Any:
-        away = name in self._groups and not self._gatherer.is_open(self._groups[name])
-        return self._stand_ins[name] if away else super().__getitem__(name)
+        if name in self._places:
+            group, slot, stand_in = self._places[name]
+            if group.slices is None:
+                self._gatherer.wait_for(slot)
+            elif not self._gatherer.is_open(group):
+                return stand_in
+        return super().__getitem__(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self.items()),)
 
 
-def _stand_in(param: nn.Parameter) -> nn.Parameter:
-    values = torch.empty(param.shape, dtype=param.dtype, device="meta")
-    return attach(nn.Parameter(values, param.requires_grad), spec_of(param))
+def _stand_in(slot: Slot) -> nn.Parameter:
+    values = torch.empty(slot.param.shape, dtype=slot.param.dtype, device="meta")
+    return attach(nn.Parameter(values, slot.param.requires_grad), slot.spec)
 
 
 def install(
     modules: Iterable[nn.Module], layout: Layout, gatherer: Gatherer, taken: Callable[[Group], None] | None = None
 ) -> None:
-    """Gives every module that has sliced parameters such a table."""
-    names: dict[int, dict[str, Group]] = {}
-    for group in layout.groups:
-        for slot in group.slots if group.slices is not None else ():
+    """Gives every module whose parameters are sliced, or gathered after a step, such a table."""
+    places: dict[int, dict[str, Place]] = {}
+    for group in layout.groups if layout.policy.shard.size > 1 else ():
+        for slot in group.slots:
+            stand_in = _stand_in(slot)
             for owner, attribute in slot.places:
-                names.setdefault(id(owner), {})[attribute] = group
+                places.setdefault(id(owner), {})[attribute] = (group, slot, stand_in)
     for module in modules:
-        if id(module) in names:
-            module.__dict__["_parameters"] = Parameters(module._parameters, names[id(module)], gatherer, taken)
+        if id(module) in places:
+            module.__dict__["_parameters"] = Parameters(module._parameters, places[id(module)], gatherer, taken)
