@@ -38,6 +38,7 @@ FLOORS = {
     "threed.data": 5,
     "threed.monitor": 5,
     "threed.ds_config": 5,
+    "threed.batches": 6,
     "threed.engine": 6,
     "threed.deepspeed": 6,
     "threed.forecast": 6,

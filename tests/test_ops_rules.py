@@ -94,8 +94,40 @@ def test_the_plain_reference_is_the_update(rule: SGD | Lion) -> None:
 @pytest.mark.parametrize("rule", [SGD(0.0), SGD(0.9), Lion(), Adam()], ids=["plain", "sgd", "lion", "adamw"])
 def test_a_skipped_update_changes_not_a_bit(rule: Rule, dtype: torch.dtype, value: float) -> None:
     p, state = run(rule, 50, dtype)
+    for tensor in (p, *state):
+        tensor[:2] = torch.tensor([-0.0, 0.0])
     before = [tensor.clone() for tensor in (p, *state)]
     g = tensors(50, dtype, 99)
     g[3] = value
     rule.update(p, g, state, moment(11, scale=1.0, skip=1.0), 0.1)
-    assert all(torch.equal(a, b) for a, b in zip((p, *state), before, strict=True))
+    bits = torch.int32 if dtype == torch.float32 else torch.int64  # -0.0 equals 0.0, but not bit for bit
+    assert all(torch.equal(a.view(bits), b.view(bits)) for a, b in zip((p, *state), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    "rule", [SGD(0.0), SGD(0.9, nesterov=True), Lion(), Adam()], ids=["plain", "sgd", "lion", "adamw"]
+)
+def test_a_padding_of_zeros_stays_zero(rule: Rule) -> None:
+    p = torch.zeros(64)
+    state = [torch.zeros_like(p) for _ in rule.parts]
+    for step in range(1, STEPS + 1):
+        rule.update(p, torch.zeros(64), state, moment(step), 0.1)
+    assert not any(tensor.any() for tensor in (p, *state))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "rule", [SGD(0.0), SGD(0.9, nesterov=True), Lion(), Adam()], ids=["plain", "sgd", "lion", "adamw"]
+)
+def test_an_update_on_cuda_is_the_cpus(rule: Rule, dtype: torch.dtype) -> None:
+    p, state = run(rule, 1023, dtype)
+    q = tensors(1023, dtype, 0).cuda()
+    held = [torch.zeros_like(q) for _ in rule.parts]
+    for step in range(1, STEPS + 1):
+        now = moment(step)
+        there = Moment(now.lr.cuda(), now.step.cuda(), now.scale.cuda(), now.skip.cuda())
+        rule.update(q, tensors(1023, dtype, step).cuda(), held, there, 0.1)
+    for got, want in zip((q, *held), (p, *state), strict=True):
+        torch.testing.assert_close(got.cpu(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

@@ -55,6 +55,8 @@ def test_every_size_is_legal_and_lowers_without_deadlock(name: str) -> None:
             lowered = lower(plan)
             check_rendezvous(lowered)
             assert_messages_match(plan, lowered)
+            if stages <= 4:
+                assert_gathers_are_added(lowered, lower(plan, gathers=True))
 
 
 def assert_messages_match(plan: Plan, lowered: Plan) -> None:
@@ -87,6 +89,40 @@ def test_lowered_plan_in_full() -> None:
         "rank 0: F0.0 SF0.0 F0.1 SF0.1 RB0.0 B0.0 RB0.1 B0.1 REDUCE0\n"
         "rank 1: RF0.0 F0.0 RF0.1 B0.0 SB0.0 F0.1 B0.1 SB0.1 REDUCE0"
     )
+
+
+def assert_gathers_are_added(lowered: Plan, gathering: Plan) -> None:
+    """One GATHER for each F, B and I, of its chunk, as soon as what computes before is over; else the same plan.
+
+    Before it may stand what the rank receives meanwhile, but not the message about what it has just computed, nor the
+    message that the action waits for: gathers go on while ranks wait for each other.
+    """
+    check_rendezvous(gathering)
+    for rank, actions in enumerate(gathering.ranks):
+        assert tuple(action for action in actions if action.kind is not Kind.GATHER) == lowered.ranks[rank]
+        between: list[Action] = []
+        for action in actions:
+            if action.kind not in COMPUTE:
+                between.append(action)
+                continue
+            gathers = [other for other in between if other.kind is Kind.GATHER]
+            assert gathers == ([] if action.kind is Kind.W else [Action(Kind.GATHER, -1, action.chunk)]), action
+            early = between[: between.index(gathers[0])] if gathers else []
+            assert all(other.kind in RECEIVES for other in early), f"rank {rank}: {action} after {early}"
+            between = []
+        assert Kind.GATHER not in {action.kind for action in between}
+
+
+def test_lowered_plans_with_gathers_in_full() -> None:
+    assert str(lower(build("1f1b", 2, 2), gathers=True)) == (
+        "rank 0: GATHER0 F0.0 GATHER0 SF0.0 F0.1 GATHER0 SF0.1 RB0.0 B0.0 GATHER0 RB0.1 B0.1 REDUCE0\n"
+        "rank 1: GATHER0 RF0.0 F0.0 GATHER0 RF0.1 B0.0 GATHER0 SB0.0 F0.1 GATHER0 B0.1 SB0.1 REDUCE0"
+    )
+    split = plan_of("F0.0 F1.0 I1.0 W1.0 I0.0 W0.0", chunks=2)
+    assert str(lower(split, gathers=True)) == (
+        "rank 0: GATHER0 F0.0 GATHER1 F1.0 GATHER1 I1.0 W1.0 GATHER0 REDUCE1 I0.0 W0.0 REDUCE0"
+    )
+    assert str(lower(forward_only(1, 2), gathers=True)) == "rank 0: GATHER0 F0.0 GATHER0 F0.1"
 
 
 def test_reduce_follows_the_last_backward_of_each_chunk() -> None:
@@ -136,6 +172,7 @@ def test_lowering_any_legal_plan_cannot_deadlock(plan: Plan) -> None:
     lowered = lower(plan)
     check_rendezvous(lowered)
     assert_messages_match(plan, lowered)
+    assert_gathers_are_added(lowered, lower(plan, gathers=True))
 
 
 # --- the checker bites -----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from threed import collectives
+from threed.batches import Batch, Batches
 from threed.checkpoint import native
 from threed.checks import find_refusals
 from threed.config import Config, ConfigError, resolve
@@ -46,7 +47,6 @@ from threed.zero.hooks import Hooks
 from threed.zero.optimizer import Optimizer
 from threed.zero.reducer import Reducer
 
-Batch = Mapping[str, Tensor]
 PHASES = ("fwd_bwd_s", "dp_comm_s", "optim_s")
 
 
@@ -129,6 +129,7 @@ class Engine:
         self.steps = self.consumed = 0
         self.dtype = dtype(config.precision.dtype)
         self._check_same_configuration()
+        self.batches = Batches(self.model, topology, config)
         mine = self._lay_out()
         self.gatherer = Gatherer(self.layout, self._gather_axis())
         wire = dtype(config.precision.reduce_dtype or config.precision.grad_dtype or "fp32")
@@ -227,7 +228,7 @@ class Engine:
         losses = self.executor.run(self._plan(len(micros)), micros, self._boundary(batch))
         self._backwards_s = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
-        self.consumed += len(next(iter(batch.values()))) * self.topology.dp
+        self.consumed += self.batches.rows(batch) * self.topology.dp
         return self.update(self._carry(losses), tokens)
 
     def begin(self, microbatches: int) -> None:
@@ -300,47 +301,8 @@ class Engine:
         return torch.stack(losses).double().sum().view(1) / (self.optimizer.scaler.scale if scale is None else scale)
 
     def _micro_batches(self, batch: Batch, training: bool) -> list[MicroBatch]:
-        size, rows = self.config.train.micro_batch, len(next(iter(batch.values())))
-        if rows == 0 or rows % size:
-            raise ValueError(f"this rank's batch of {rows} sequences is not a multiple of micro-batch {size}")
-        device = self.topology.device
         scale = self.optimizer.scaler.scale if training else 1.0
-        if self.wrapped is not None:
-            return self._inputs(self.wrapped, batch, rows // size, scale, training)
-        tokens, labels = batch["tokens"].to(device), batch["labels"].to(device)
-        samples = batch["samples"].to(device) if "samples" in batch else self._samples(rows)
-        weight = self._weight((labels >= 0).sum().double(), scale)
-        return [
-            MicroBatch(t, y, n, weight, self.steps, training)
-            for t, y, n in zip(tokens.split(size), labels.split(size), samples.split(size), strict=True)
-        ]
-
-    def _inputs(
-        self, wrapped: Wrapped, batch: Batch, count: int, scale: Tensor | float, training: bool
-    ) -> list[MicroBatch]:
-        """Micro-batches of a wrapped module: each one's mean loss weighs as much as the items it is a mean over."""
-        whole = {key: self._placed(value) for key, value in batch.items()}
-        parts = [{key: value.chunk(count)[i] for key, value in whole.items()} for i in range(count)]
-        items = [wrapped.count(part) for part in parts]
-        weight = self._weight(torch.stack(items).sum(), scale)
-        return [
-            MicroBatch(weight=n if weight is None else n * weight, step=self.steps, training=training, inputs=part)
-            for n, part in zip(items, parts, strict=True)
-        ]
-
-    def _placed(self, value: Tensor) -> Tensor:
-        """On the device, and in the compute dtype if it is a number with a point."""
-        return value.to(self.topology.device, self.dtype if value.is_floating_point() else value.dtype)
-
-    def _samples(self, rows: int) -> Tensor:
-        first = self.consumed + self.topology.axis("dp").index * rows
-        return torch.arange(first, first + rows, device=self.topology.device)
-
-    def _weight(self, valid: Tensor, scale: Tensor | float) -> Tensor | None:
-        """The loss scale / the global number of valid tokens; needed, and so agreed upon, on the last stage only."""
-        if self.stage_index < self.topology.pp - 1:
-            return None
-        return scale / collectives.sum_of_scalars(valid.view(1), self.topology.axis("dp"))[0].clamp(min=1)
+        return self.batches.micro_batches(batch, self.steps, self.consumed, scale, training)
 
     def _boundary(self, batch: Batch, rows: int | None = None) -> Boundary:
         length = 0 if self.wrapped is not None else batch["tokens"].shape[1]

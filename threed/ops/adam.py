@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from threed.ops.update import Moment
+from threed.ops.update import Moment, needs_reference
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Adam:
 
     def update(self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float) -> None:
         """One update in place, by the fused kernel."""
-        adamw_(p, g, state[0], state[1], now, self, decay)
+        step = reference if needs_reference(p) else adamw_
+        step(p, g, state[0], state[1], now, self, decay)
 
 
 def reference(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: Moment, adam: Adam, decay: float) -> None:

@@ -1,4 +1,9 @@
-"""Lion (arXiv 2302.06675, algorithm 2) on a flat slice: the sign of an interpolated momentum, with decoupled decay."""
+"""Lion (arXiv 2302.06675, algorithm 2) on a flat slice: the sign of an interpolated momentum, with decoupled decay.
+
+A plain reference, and a fast update out of torch's fused kernel for SGD: both halves of Lion are steps of plain SGD.
+The weights take one along the sign, with the decay as SGD has it; the momentum takes one of size 1 - beta2 towards the
+gradient. So unscaling and skipping are the kernel's, and a step costs two passes more than that.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from threed.ops.update import Moment
+from threed.ops.update import Moment, needs_reference
 
-CHUNK = 2**18  # elements worked on at a time: temporaries stay in the cache, and do not grow with the model
+CHUNK = 2**18  # elements worked on at a time on a CPU: the direction stays in the cache, and has no size of its own
 
 
 @dataclass(frozen=True)
@@ -22,10 +27,29 @@ class Lion:
     parts: tuple[str, ...] = ("exp_avg",)
 
     def update(self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float) -> None:
-        """One update in place."""
-        for first in range(0, len(p), CHUNK):
-            part = slice(first, first + CHUNK)
-            reference(p[part], g[part], [state[0][part]], now, self, decay)
+        """One update in place, by the fused kernel."""
+        if needs_reference(p):
+            reference(p, g, state, now, self, decay)
+            return
+        size = max(1, p.numel()) if p.is_cuda else CHUNK
+        for part, grad, m in zip(p.split(size), g.split(size), state[0].split(size), strict=True):
+            _update(part, grad, m, now, self, decay)
+
+
+def _update(p: Tensor, g: Tensor, m: Tensor, now: Moment, lion: Lion, decay: float) -> None:
+    g = g.mul_(now.scale.to(p.dtype)) if g.dtype == p.dtype else g.to(p.dtype).mul_(now.scale.to(p.dtype))
+    direction = torch.lerp(m, g, 1 - lion.beta1).sign_()
+    _sgd_(m, g, 1 - lion.beta2, now, decay=1.0, maximize=True)  # m - (1 - beta2) (m - g)
+    _sgd_(p, direction, now.lr.to(p.dtype), now, decay=decay, maximize=False)
+
+
+def _sgd_(x: Tensor, g: Tensor, lr: float | Tensor, now: Moment, *, decay: float, maximize: bool) -> None:
+    """x - lr (g + decay x), with -g for g to maximize; nothing where the step is skipped."""
+    step = torch.ops.aten._fused_sgd_.tensor_lr if isinstance(lr, Tensor) else torch.ops.aten._fused_sgd_.default
+    step(
+        [x], [g], [], weight_decay=decay, momentum=0.0, lr=lr, dampening=0.0, nesterov=False, maximize=maximize,
+        is_first_step=False, grad_scale=None, found_inf=now.skip.float(),
+    )  # fmt: skip
 
 
 def reference(p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, lion: Lion, decay: float) -> None:
@@ -33,6 +57,6 @@ def reference(p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, lion: 
     (m,), lr = state, now.lr.to(p.dtype)
     go = now.skip == 0
     g = g.to(p.dtype) * now.scale.to(p.dtype)
-    direction = torch.lerp(g, m, lion.beta1).sign_()
+    direction = torch.sign(lion.beta1 * m + (1 - lion.beta1) * g)
     p.copy_(torch.where(go, p * (1 - lr * decay) - lr * direction, p))
-    m.copy_(torch.where(go, torch.lerp(g, m, lion.beta2), m))
+    m.copy_(torch.where(go, lion.beta2 * m + (1 - lion.beta2) * g, m))

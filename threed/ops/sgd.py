@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from threed.ops.update import Moment
+from threed.ops.update import Moment, needs_reference
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,9 @@ class SGD:
 
     def update(self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float) -> None:
         """One update in place, by the fused kernel."""
+        if needs_reference(p):
+            reference(p, g, state, now, self, decay)
+            return
         if g.dtype != p.dtype:
             g = g.to(p.dtype)
         scale, lr = None, now.lr

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -34,3 +35,9 @@ class Rule(Protocol):
 
         Nothing is read on the host; where `now.skip` is set, not a bit changes.
         """
+
+
+def needs_reference(p: Tensor) -> bool:
+    """Whether torch's fused kernels cannot update this slice: on CUDA they take a rate that is a tensor as fp32 only,
+    which is too coarse for fp64 weights."""
+    return p.is_cuda and p.dtype == torch.float64
