@@ -7,6 +7,8 @@ tokens and blocking calls on gloo, on which a send returns only once the other s
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -25,6 +27,7 @@ from threed.layers import MicroBatch
 from threed.pipeline.executor import Boundary, Executor
 from threed.pipeline.stage import Stage, Whole
 from threed.pipeline.transport import Links, Transport
+from threed.planner import LayerCost, gathering
 from threed.schedules import Action, Kind, Plan
 from threed.schedules.action import COMPUTE, RECEIVES
 from threed.topology import Topology
@@ -58,6 +61,8 @@ BOUNDARY = Boundary((S, B, H), torch.float64, torch.device("cpu"))
 
 
 class First(nn.Module):
+    backward_reads_weights = False
+
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.linspace(-1, 1, 10 * H, dtype=torch.float64).view(10, H))
@@ -117,12 +122,46 @@ def chunks_of(total: int) -> list[range]:
     return [range(LAYERS * i // total, LAYERS * (i + 1) // total) for i in range(total)]
 
 
-def run_plan(plan: Plan, transport: Transport, rank: int) -> Executor:
-    """Runs a lowered plan on this rank and compares everything it gives with one process, bit for bit."""
+class Vanishing:
+    """A gatherer that means it: the weights of a layer are NaN but from `ready` to `release`.
+
+    It counts how often each layer was gathered, and how many are, or are on their way, at the worst moment.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], held: Sequence[int]) -> None:
+        self.weights = {unit: [p.data.clone() for p in layers[unit].parameters()] for unit in held}
+        self.layers, self.whole, self.gathers, self.most = layers, set[int](), Counter[int](), 0
+        for unit in held:
+            self._fill(unit, None)
+
+    def _fill(self, unit: int, values: Sequence[Tensor] | None) -> None:
+        for n, param in enumerate(self.layers[unit].parameters()):
+            param.data.fill_(torch.nan) if values is None else param.data.copy_(values[n])
+
+    def start(self, unit: int) -> None:
+        self.gathers[unit] += unit not in self.whole
+        self.whole.add(unit)
+        self.most = max(self.most, len(self.whole))
+
+    def ready(self, unit: int) -> None:
+        assert unit in self.whole
+        self._fill(unit, self.weights[unit])
+
+    def release(self, unit: int) -> None:
+        self.whole.remove(unit)
+        self._fill(unit, None)
+
+
+def run_plan(plan: Plan, transport: Transport, rank: int, prefetch: int = 1) -> tuple[Executor, Vanishing]:
+    """Runs a lowered plan on this rank and compares everything it gives with one process, bit for bit.
+
+    Weights are there only while they are gathered, and no more layers than may be.
+    """
     layers, ranges = model(), chunks_of(plan.total_stages)
     held = [ranges[plan.stage_of(rank, chunk)] for chunk in range(plan.chunks)]
     reduced: list[int] = []
-    stages = [Stage([layers[i] for i in part], Whole()) for part in held]
+    gatherer = Vanishing(layers, [i for part in held for i in part])
+    stages = [Stage([layers[i] for i in part], gatherer, prefetch, part.start) for part in held]
     executor = Executor(stages, transport, rank, reduced.append)
     executor.spans = []
     outputs = executor.run(plan, micros(plan.microbatches, not plan.forward_only), BOUNDARY)
@@ -136,22 +175,25 @@ def run_plan(plan: Plan, transport: Transport, rank: int) -> Executor:
                 assert (param.grad is None) == (want is None)
                 assert want is None or (param.grad is not None and torch.equal(param.grad, want))
     assert sorted(reduced) == ([] if plan.forward_only else list(range(plan.chunks)))
-    return executor
+    assert gatherer.whole == set()
+    assert gatherer.most <= prefetch + 1
+    return executor, gatherer
 
 
 # ---------------------------------------------------------------------------------------------------------- plans
 
 
 def plans(stages: int) -> list[Plan]:
+    """Every other one has GATHER in it."""
     builders = (schedules.gpipe, schedules.one_f_one_b, schedules.forward_only)
-    return [schedules.lower(build(stages, count)) for build in builders for count in range(1, 10)]
+    return [schedules.lower(build(stages, count), count % 2 == 0) for build in builders for count in range(1, 10)]
 
 
 def check_plans(stages: int, transport: str) -> None:
     topology = Topology(pp=stages)
     rank = topology.axis("pp").index
     for plan in plans(stages):
-        executor = run_plan(plan, TRANSPORTS[transport](topology), rank)
+        executor, _ = run_plan(plan, TRANSPORTS[transport](topology), rank)
         assert executor.spans is not None
         check_spans(executor.spans, plan, rank)
 
@@ -180,12 +222,43 @@ def vee(microbatches: int) -> Plan:
 def check_vee(transport: str) -> None:
     topology = Topology(pp=2)
     for count in (1, 2, 5):
-        run_plan(schedules.lower(vee(count)), TRANSPORTS[transport](topology), topology.rank)
+        for gathers in (False, True):
+            run_plan(schedules.lower(vee(count), gathers), TRANSPORTS[transport](topology), topology.rank)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_several_chunks_on_a_rank_run_too(transport: str) -> None:
     run_ranks(2, check_vee, transport)
+
+
+# --------------------------------------------------------------------------------------------------------- gathers
+
+
+def check_gathers(stages: int) -> None:
+    """Layer by layer, what is gathered is what the planner says, with and without GATHER in the plan."""
+    topology = Topology(pp=stages)
+    rank = topology.axis("pp").index
+    held = chunks_of(stages)[rank]
+    costs = [LayerCost(str(i), 100**i, 0, 0, 0, 0, backward_reads=i > 0) for i in held]
+    for build, count in itertools.product((schedules.gpipe, schedules.one_f_one_b), (1, 3, 8)):
+        for prefetch, gathers in itertools.product((1, 2, LAYERS), (False, True)):
+            plan = schedules.lower(build(stages, count), gathers)
+            _, gatherer = run_plan(plan, Links(topology), rank, prefetch)
+            planned = gathering(costs, plan.ranks[rank], prefetch=prefetch)
+            assert sum(times * 100**unit for unit, times in gatherer.gathers.items()) == planned.elements
+            assert gatherer.most == min(prefetch + 1, len(held))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_layers_are_gathered_as_often_as_planned(stages: int) -> None:
+    run_ranks(stages, check_gathers, stages)
+
+
+def test_gathers_of_each_layer_by_hand() -> None:
+    """The first layer reads no weights in backwards; the last one stays whole where the rank turns round."""
+    for build, last in ((schedules.one_f_one_b, 3), (schedules.gpipe, 5)):
+        _, gatherer = run_plan(schedules.lower(build(1, 3), True), Links(Topology()), 0)
+        assert gatherer.gathers == {0: 3, 1: 6, 2: 6, 3: 6, 4: 6, 5: last}
 
 
 # ------------------------------------------------------------------------------------------------- a plan that is wrong
@@ -244,6 +317,25 @@ CASES = [
     Case(pp=4, schedule="1f1b", microbatches=8, model="gpt"),
     Case(pp=4, schedule="gpipe", microbatches=1, model="llama"),
 ]
+
+
+SLICED = [
+    Case(pp=2, dp=2, zero=3, schedule="1f1b", microbatches=8, model="qwen-tied", dropout=0.1),
+    Case(pp=2, dp=2, zero=3, schedule="gpipe", microbatches=3, bucket_mib=0.01, prefetch=2),
+    Case(pp=2, dp=2, zero=2, schedule="1f1b", microbatches=3, dtype="bf16"),
+]
+
+
+def check_same_bits(cases: list[Case]) -> None:
+    for case in cases:
+        strict, loose = train(case, transport=Rendezvous(topology_of(case.pp, case.tp))), train(case)
+        torch.testing.assert_close(vars(strict), vars(loose), rtol=0.0, atol=0.0)  # losses, norms, weights, moments
+        assert strict.weights or topology_of(case.pp, case.tp).rank > 0
+
+
+def test_slices_over_the_strict_transport_are_those_over_gloo_bit_for_bit() -> None:
+    """Gathers and reductions run beside messages that block: what is gathered ahead is the plan's affair."""
+    run_ranks(4, check_same_bits, SLICED)
 
 
 def test_training_over_the_strict_transport_is_training_on_one_process() -> None:

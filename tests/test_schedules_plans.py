@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from threed import schedules
 from threed.schedules import Action, Kind, Plan, build, check_rendezvous, forward_only, legal, lower
 from threed.schedules.action import COMPUTE, RECEIVES, SENDS
+from threed.schedules.play import play
 
 BUILDERS: dict[str, Callable[[int, int], Plan]] = {
     "gpipe": schedules.gpipe,
@@ -94,23 +95,39 @@ def test_lowered_plan_in_full() -> None:
 def assert_gathers_are_added(lowered: Plan, gathering: Plan) -> None:
     """One GATHER for each F, B and I, of its chunk, as soon as what computes before is over; else the same plan.
 
-    Before it may stand what the rank receives meanwhile, but not the message about what it has just computed, nor the
-    message that the action waits for: gathers go on while ranks wait for each other.
+    So it comes before every message of that time or later: gathers go on while ranks wait for each other.
     """
     check_rendezvous(gathering)
+    made = when_made(lowered)
     for rank, actions in enumerate(gathering.ranks):
         assert tuple(action for action in actions if action.kind is not Kind.GATHER) == lowered.ranks[rank]
-        between: list[Action] = []
+        between, before = list[Action](), 0.0
         for action in actions:
             if action.kind not in COMPUTE:
                 between.append(action)
                 continue
-            gathers = [other for other in between if other.kind is Kind.GATHER]
-            assert gathers == ([] if action.kind is Kind.W else [Action(Kind.GATHER, -1, action.chunk)]), action
-            early = between[: between.index(gathers[0])] if gathers else []
-            assert all(other.kind in RECEIVES for other in early), f"rank {rank}: {action} after {early}"
-            between = []
+            gathers = [at for at, other in enumerate(between) if other.kind is Kind.GATHER]
+            assert [between[at].chunk for at in gathers] == [action.chunk] * (action.kind is not Kind.W)
+            for at, other in enumerate(between if gathers else ()):
+                if other.kind in RECEIVES:
+                    assert (at < gathers[0]) == (made[rank, other] < before), f"rank {rank}: {other} before {action}"
+                assert at >= gathers[0] or other.kind in RECEIVES, f"rank {rank}: {other} before the gather of {action}"
+            between, before = [], made[rank, action]
         assert Kind.GATHER not in {action.kind for action in between}
+
+
+def when_made(plan: Plan) -> dict[tuple[int, Action], float]:
+    """When each action of a rank is over, a backward taking twice as long as the rest; of a receive, when it comes."""
+    spans = play(plan, lambda action, _: 2.0 if action.kind is Kind.B else 1.0)
+    made = {(rank, action): end for rank, actions in enumerate(spans) for action, _, end in actions}
+    for rank, actions in enumerate(plan.ranks):
+        for action in actions:
+            source = plan.producer(rank, action) if action.kind in RECEIVES else None
+            if source is not None:
+                kinds = (Kind.F,) if action.kind is Kind.RECV_F else (Kind.B, Kind.I)
+                results = ((source[0], Action(kind, action.microbatch, source[1])) for kind in kinds)
+                made[rank, action] = next(made[result] for result in results if result in made)
+    return made
 
 
 def test_lowered_plans_with_gathers_in_full() -> None:

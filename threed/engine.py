@@ -191,7 +191,8 @@ class Engine:
             table.install((m for layer in mine for m in layer.modules()), self.layout, self.gatherer)
             return None
         self.wrapped.initialised(self.topology.device)
-        return Hooks(self.wrapped.module, self.wrapped.units, self.layout, self.gatherer, self.reducer)
+        w, ahead = self.wrapped, self.config.zero.prefetch
+        return Hooks(w.module, w.units, self.layout, self.gatherer, self.reducer, ahead)
 
     def _check_same_configuration(self) -> None:
         """Makes sure that all ranks mean the same run, before they meet in anything that depends on it: a rank that

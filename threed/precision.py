@@ -55,7 +55,9 @@ class Scaler:
         self.left.copy_(torch.where(refill, full, spent))
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps of it."""
+        """What a checkpoint keeps of it; of a constant scale nothing, it is the configuration's."""
+        if not self.rule.dynamic:
+            return {}
         return {"loss_scale": float(self.scale), "good_steps": float(self.good), "hysteresis_left": float(self.left)}
 
     def restore(self, state: dict[str, float]) -> None:

@@ -236,7 +236,8 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config) -
     manifest: dict[str, Any] = {}
     try:
         manifest = read_manifest(path)
-        problems = model_differences(manifest, config) or verify(path, manifest, everyone.index, everyone.size)
+        problems = model_differences(manifest, config) or optimizer_differences(manifest, config, optimizer.rule.parts)
+        problems = problems or verify(path, manifest, everyone.index, everyone.size)
     except CheckpointError as error:
         problems = [str(error)]
     _refuse(problems, everyone)
@@ -270,6 +271,19 @@ def model_differences(manifest: Mapping[str, Any], config: Config) -> list[str]:
         " or start anew with --checkpoint.resume none"
         for key, value in wanted.items()
         if key != "dropout" and saved.get(key) != value
+    ]
+
+
+def optimizer_differences(manifest: Mapping[str, Any], config: Config, parts: Sequence[str]) -> list[str]:
+    """A line if the checkpoint is another optimizer's: Lion's momentum, say, has the name of one of Adam's moments."""
+    saved, wanted = manifest["config"]["optim"]["name"], config.optim.name
+    if saved == wanted:
+        return []
+    kept = sorted({part for entry in manifest["files"] for part, *_ in entry["boxes"]} - {WEIGHT})
+    there, here = (", ".join(names) or "nothing" for names in (kept, parts))
+    fix = f"resume with --optim.name {saved}, or start anew with --checkpoint.resume none"
+    return [
+        f"the checkpoint's optimizer is {saved}, which keeps {there}; this run has {wanted}, which keeps {here}: {fix}"
     ]
 
 

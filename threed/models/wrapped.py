@@ -2,8 +2,9 @@
 
     model = Wrapped(hf_model)       # threed.Engine(hf_model, ...) does this by itself
 
-Units are the elements of the outermost `nn.ModuleList`s (transformer blocks, as a rule), and beside them every module
-that has parameters of its own. The module itself is not changed; its parameters get new storage.
+Units are what the outermost containers (`nn.ModuleList`, `nn.ModuleDict`, `nn.Sequential`) hold, transformer blocks as
+a rule, and beside them every module that has parameters of its own. The module itself is not changed; its parameters
+get new storage.
 """
 
 from __future__ import annotations
@@ -192,17 +193,24 @@ def shallow(module: nn.Module) -> nn.Module:
 
 
 def find_units(root: nn.Module) -> Iterator[Unit]:
-    """The units of a module, in order of registration: blocks whole, other modules with what they own themselves."""
+    """The units of a module, in order of registration: blocks whole, other modules with what they own themselves.
+
+    Blocks are what the outermost containers hold. A container in a container is looked into, but for an `nn.Sequential`
+    in a list or a dict, which is a block.
+    """
     inside: set[int] = set()
     for name, module in root.named_modules():
         if id(module) in inside:
             continue
-        if isinstance(module, nn.ModuleList):
-            for number, block in enumerate(module):
+        lists = (nn.ModuleList, nn.ModuleDict)
+        if isinstance(module, (*lists, nn.Sequential)):
+            for key, block in module.named_children():
+                if isinstance(block, lists) or (isinstance(block, nn.Sequential) and not isinstance(module, lists)):
+                    continue
                 members = list(block.modules())
                 inside.update(map(id, members))
                 if any(True for _ in block.parameters()):
-                    yield Unit(f"{name}.{number}" if name else str(number), block, members)
+                    yield Unit(f"{name}.{key}" if name else key, block, members)
         if list(module.named_parameters(recurse=False)):
             yield Unit(name, module, [module])
 

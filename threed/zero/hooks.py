@@ -1,6 +1,6 @@
 """ZeRO for modules that know nothing of it: parameters of a wrapped module are gathered when they are used.
 
-    hooks = Hooks(module, units, layout, gatherer, reducer)
+    hooks = Hooks(module, units, layout, gatherer, reducer, prefetch)
     hooks.pass_ended()          after each backward, and after a forward that none follows
 
 A parameter is used in two ways, and both are seen. In a forward somebody takes it from the module that has it: the
@@ -15,7 +15,6 @@ What comes next is what came next the last time: that is gathered ahead. A wrong
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -39,34 +38,42 @@ class HasModules(Protocol):
 
 
 class Trace:
-    """Which group follows which, as it was in the last pass."""
+    """The order in which a pass used groups; the next pass is expected to use them in the same one."""
 
     def __init__(self) -> None:
-        self.seen: list[Group] = []
-        self.after: dict[Group, Group] = {}
-        self.last: Group | None = None
+        self._seen: list[Group] = []
+        self._before: list[Group] = []
+        self._at = 0
 
-    def note(self, group: Group) -> Group | None:
-        """Takes notice of a use; what will come next, if the last pass is a guide."""
-        if self.seen and self.seen[-1] is group:
-            return None
-        self.seen.append(group)
-        return self.after.get(group)
+    @property
+    def last(self) -> Group | None:
+        """What the last pass ended with."""
+        return self._before[-1] if self._before else None
+
+    def note(self, group: Group, ahead: int) -> list[Group]:
+        """Takes notice of a use; gives the next `ahead` groups, if the last pass is a guide."""
+        if self._seen and self._seen[-1] is group:
+            return []
+        self._seen.append(group)
+        if group not in self._before[self._at :]:
+            return []
+        self._at = self._before.index(group, self._at) + 1
+        return self._before[self._at : self._at + ahead]
 
     def end(self) -> None:
         """The pass is over."""
-        if self.seen:
-            self.after, self.last = dict(pairwise(self.seen)), self.seen[-1]
-            self.seen = []
+        if self._seen:
+            self._before, self._seen, self._at = self._seen, [], 0
 
 
 class Hooks:
     """Installs itself in `module` and its units."""
 
     def __init__(
-        self, module: nn.Module, units: Sequence[HasModules], layout: Layout, gatherer: Gatherer, reducer: Reducer
-    ) -> None:
-        self.gatherer = gatherer
+        self, module: nn.Module, units: Sequence[HasModules], layout: Layout, gatherer: Gatherer, reducer: Reducer,
+        prefetch: int,
+    ) -> None:  # fmt: skip
+        self.gatherer, self.prefetch = gatherer, prefetch
         self.forwards, self.backwards = Trace(), Trace()
         self._calls: list[list[Group]] = []  # the groups that each call under way holds
         self._recent: list[Group] = []
@@ -127,13 +134,13 @@ class Hooks:
             self.forwards.end()
 
     def _hold(self, group: Group, holder: int) -> None:
-        """Makes a group whole, and begins to gather the one that comes next."""
+        """Makes a group whole, and begins to gather those that come next."""
         self.gatherer.open(group, holder)
-        following = (self.backwards if in_backward() else self.forwards).note(group)
+        following = (self.backwards if in_backward() else self.forwards).note(group, self.prefetch)
         self.gatherer.wait(group)
         self.gatherer.close(group, AHEAD)
-        if following is not None:
-            self.gatherer.open(following, AHEAD)
+        for other in following:
+            self.gatherer.open(other, AHEAD)
 
     # ------------------------------------------------------------------------------------------------------- backward
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
 from threed.config import Config, ConfigError, OptimConfig, PrecisionConfig
@@ -11,9 +11,9 @@ from threed.ops.lion import Lion
 from threed.ops.sgd import SGD
 from threed.ops.update import Rule
 from threed.precision import LossScale, dtype
-from threed.sharding import ShardSpec
+from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
-from threed.zero.layout import Policy, Rates
+from threed.zero.layout import HasModules, Policy, Rates
 
 
 def shard_axes(config: Config, topology: Topology) -> tuple[str, str, str]:
@@ -59,6 +59,20 @@ def rates(optim: OptimConfig) -> Callable[[ShardSpec], Rates]:
         return found.pop()
 
     return of
+
+
+def check_groups(optim: OptimConfig, units: Iterable[HasModules]) -> None:
+    """Raises ConfigError naming each pattern of `optim.groups` that no parameter of these layers or units matches.
+
+    Pass all of the model's, so that every rank sees the same names.
+    """
+    modules = [module for unit in units for module in unit.modules()]
+    specs = [spec_of(param) for module in modules for param in module.parameters(recurse=False)]
+    names = list(dict.fromkeys(piece.name for spec in specs for piece in spec.pieces))
+    idle = [g.match for g in optim.groups if not any(fnmatchcase(name, g.match) for name in names)]
+    if idle:
+        some = ", ".join((*names[:3], "...", *names[-2:]) if len(names) > 6 else names)
+        raise ConfigError([f"--optim.groups {match!r} matches no parameter: names are {some}" for match in idle])
 
 
 def rule(optim: OptimConfig) -> Rule:

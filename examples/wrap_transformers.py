@@ -1,0 +1,70 @@
+"""A model that knows nothing of threed: GPT-2 of `transformers`, built from its configuration, under any ZeRO stage.
+
+python examples/wrap_transformers.py
+torchrun --standalone --nproc-per-node 2 examples/wrap_transformers.py
+torchrun --standalone --nproc-per-node 4 examples/wrap_transformers.py --zero.stage 2 --zero.shard-size 2
+
+It is built on the meta device, and trained under ZeRO-3 unless the flags say otherwise: no rank ever holds all of it.
+Losses are the same whatever the stage and the number of ranks. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import threed
+from threed import collectives
+from threed.arguments import format_problems, load_checked
+from threed.config import ConfigError, ModelConfig, resolve
+from threed.data import open_data
+
+# What this program's keys are unless the command line says otherwise. At these sizes resident would keep all of it.
+DEFAULTS = {
+    "model": {"layers": 4, "hidden": 128, "heads": 4, "seq": 128},
+    "zero": {"stage": 3, "resident": 1000},
+    "train": {"steps": 20, "global_batch": 16},
+    "optim": {"lr": 1e-3, "warmup": 5},
+}
+
+
+def build_model(c: ModelConfig) -> GPT2LMHeadModel:
+    """Shapes and no values: those are made slice by slice. Dropout draws from torch's generator on each rank: none."""
+    shapes = {"vocab_size": c.vocab, "n_positions": c.seq, "n_embd": c.hidden, "n_layer": c.layers, "n_head": c.heads}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    rest = {"use_cache": False, "bos_token_id": None, "eos_token_id": None}
+    with torch.device("meta"):
+        return GPT2LMHeadModel(GPT2Config(**shapes, **no_dropout, **rest))
+
+
+def main() -> None:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        config, _ = load_checked(sys.argv[1:], defaults=DEFAULTS, presets=Path(), world_size=world)
+        if config.parallel.pp * config.parallel.tp > 1:
+            raise ConfigError(["a wrapped module is not cut: use --parallel.pp 1 and --parallel.tp 1"])
+    except ConfigError as error:
+        sys.exit(format_problems(error.problems))
+    d, train = config.data, config.train
+    data = open_data(d.path, d.tokenizer, d.split, config.model.seq, train.seed)
+    config = resolve(config, data.vocab, world)
+    topology = threed.Topology()
+    engine = threed.Engine(build_model(config.model), topology, config)
+    share = train.global_batch // topology.dp  # sequences of a step that are this rank's
+    for step in range(train.steps):
+        tokens = data.train.batch(step * train.global_batch + topology.rank * share, share)["tokens"]
+        metrics = engine.step({"input_ids": tokens, "labels": tokens})  # the model shifts the labels itself
+        if topology.rank == 0:
+            print(f"step {metrics.step} loss {metrics.loss:.5f} norm {metrics.grad_norm:.5f}", flush=True)
+    weights = engine.full_state_dict()  # the module's own names -> full tensors, on rank 0
+    if topology.rank == 0:
+        print(f"{sum(w.numel() for w in weights.values()):,} parameters in {len(weights)} tensors")
+    collectives.leave()
+
+
+if __name__ == "__main__":
+    main()
