@@ -21,7 +21,7 @@ from threed.config import Config
 from threed.engine import Engine
 from threed.precision import LossScale
 
-BEFORE, AFTER = 2, 3  # steps before a checkpoint, and after it
+BEFORE, AFTER = 2, 2  # steps before a checkpoint, and after it
 
 # ----------------------------------------------------------------------------------------------------- models of layers
 
@@ -43,14 +43,13 @@ def exact(source: int, target: int, shape: tuple[int, int, int] = (1, 2, 1), **s
 
 def close(source: dict[str, Any], target: dict[str, Any], **settings: Any) -> Move:
     """The order of sums differs: fp64."""
-    start, end = (Case(layers=3, microbatches=-12, **case, **settings) for case in (source, target))
+    start, end = (Case(layers=2, microbatches=-8, **case, **settings) for case in (source, target))
     return Move(start, end, 1e-9)
 
 
 MOVES = [
-    exact(0, 3),
+    exact(0, 3, model="llama", dtype="bf16"),
     exact(3, 0, bucket_mib=0.01),
-    exact(2, 3, model="llama", dtype="bf16"),
     exact(3, 1, shape=(2, 2, 1), dtype="bf16"),
     exact(3, 2, shape=(1, 2, 2), model="qwen-tied"),
     close({"dp": 2, "zero": 3}, {"dp": 4, "zero": 2, "shard": 2}),
@@ -94,7 +93,7 @@ def arrive(folder: Path, moves: dict[int, Move]) -> dict[int, tuple[list[float],
 
 
 def test_any_stage_goes_on_from_any_other(tmp_path: Path) -> None:
-    """Losses, weights and both moments, three steps on, as without the move."""
+    """Losses, weights and both moments, two steps on, as without the move."""
     wanted: dict[int, tuple[list[float], Result]] = {}
     found: dict[int, tuple[list[float], Result]] = {}
     for world in (1, 2, 4):
@@ -185,7 +184,9 @@ def parts_of(folder: Path) -> dict[str, set[str]]:
 def test_wrapped_modules_go_on_and_keep_what_is_frozen(tmp_path: Path) -> None:
     """On the same ranks, and on one process; frozen weights are saved, without moments."""
     losses, weights = run_ranks(2, resume_wrapped, tmp_path / "net")[0]
-    for name, parts in parts_of(tmp_path / "net").items():
+    names, saved = {name for name, _ in Net().named_parameters()}, parts_of(tmp_path / "net")
+    assert saved.keys() == weights.keys() == names
+    for name, parts in saved.items():
         assert parts == ({"weight"} if name.startswith("blocks.1.") else {"weight", "exp_avg", "exp_avg_sq"}), name
     alone = wrapped(Net(seed=5, frozen="blocks.1"), 0)
     alone.load(tmp_path / "net")

@@ -159,6 +159,7 @@ class Engine:
     def _lay_out(self) -> list[nn.Module]:
         """Cuts the model into stages, lays out this rank's parameters, and gives its layers."""
         config, topology, layers = self.config, self.topology, self.model.layers()
+        setup.check_groups(config.optim, layers)
         costs = self.model.costs(config.train.micro_batch)
         self.ranges = build.partition(config.parallel.partition, costs, topology.pp)
         self.stage_index = topology.axis("pp").index
