@@ -52,8 +52,9 @@ def main() -> None:
     d, train = config.data, config.train
     data = open_data(d.path, d.tokenizer, d.split, config.model.seq, train.seed)
     config = resolve(config, data.vocab, world)
+    model = build_model(config.model)
     topology = threed.Topology()
-    engine = threed.Engine(build_model(config.model), topology, config)
+    engine = threed.Engine(model, topology, config)
     share = train.global_batch // topology.dp  # sequences of a step that are this rank's
     for step in range(train.steps):
         tokens = data.train.batch(step * train.global_batch + topology.rank * share, share)["tokens"]

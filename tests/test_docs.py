@@ -7,6 +7,7 @@ checks it, and a line of no known kind is an error.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import shlex
@@ -19,6 +20,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests import hf_models
+from tests.harness import run_ranks
 from threed import cli, schedules
 from threed.arguments import GROUPS, format_problems, load_checked
 from threed.config import ConfigError, key_name
@@ -26,7 +29,7 @@ from threed.config import ConfigError, key_name
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = ROOT / "pretrain" / "presets"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXAMPLE = ROOT / "examples" / "custom_model.py"
+EXAMPLE, WRAPPING = ROOT / "examples" / "custom_model.py", ROOT / "examples" / "wrap_transformers.py"
 FOLDERS = ("threed/", "pretrain/", "examples/", "benchmarks/", "tests/", "docs/", "csrc/", ".ci/")
 KEYS = {f"--{group}.{key_name(name)}" for group, model in GROUPS.items() for name in model.model_fields}
 
@@ -199,13 +202,25 @@ def test_the_report_of_problems_is_a_real_one() -> None:
 
 
 @page
-def test_python_code_runs_or_is_part_of_the_example(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_code_runs_or_is_part_of_an_example(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(schedules, "_SCHEDULES", dict(schedules._SCHEDULES))  # what a page registers goes with it
     for block in blocks(path, "python"):
-        if block not in EXAMPLE.read_text():
+        if block not in EXAMPLE.read_text() and block not in WRAPPING.read_text():
             code = compile(textwrap.dedent(block), str(path), "exec")
-            if "from_pretrained" not in block:  # it needs a finished run
+            if "threed.initialize" in block:  # it makes a process group
+                run_ranks(1, run_beside_a_model, block, str(tmp_path))
+            elif "from_pretrained" not in block:  # it needs a finished run
                 exec(code, {"__name__": "page"})
+
+
+def run_beside_a_model(block: str, folder: str) -> None:
+    """Runs code of a page where there are what it takes for granted: model, data, and a ds_config.json."""
+    os.chdir(folder)
+    ds = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    Path("ds_config.json").write_text(json.dumps(ds))
+    rows = hf_models.batch(0, 4)
+    data = [{key: value[i] for key, value in rows.items()} for i in range(4)]
+    exec(block, {"__name__": "page", "model": hf_models.make("gpt2"), "data": data})
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
@@ -233,16 +248,16 @@ def test_the_changelog_keeps_its_form() -> None:
     assert {text for level, text in headings if level == "###"} <= kinds
 
 
-# ------------------------------------------------------------------------------------------------------- the example
+# ------------------------------------------------------------------------------------------------------ the examples
 
 
-def run_example(folder: Path, *flags: str, ranks: int = 1) -> list[str]:
-    """The lines that the example prints."""
+def run_example(folder: Path, *flags: str, ranks: int = 1, example: Path = EXAMPLE) -> list[str]:
+    """The lines that an example prints."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     (folder / "text.txt").write_text("".join(f"the square of {n} is {n * n}\n" for n in range(2000)))
     small = "--data.path text.txt --train.steps 3 --train.global-batch 8 --model.hidden 32 --model.seq 32".split()
     done = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLE), *small, *flags], cwd=folder, capture_output=True, text=True,
+        [sys.executable, *launcher, str(example), *small, *flags], cwd=folder, capture_output=True, text=True,
         timeout=200, env={**os.environ, "THREED_CACHE": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -258,6 +273,16 @@ def test_the_example_trains_the_same_on_one_rank_and_on_two(tmp_path: Path) -> N
     for mine, theirs in zip(numbers(cut[:3]), numbers(alone[:3]), strict=True):
         assert mine == pytest.approx(theirs, abs=2e-5)  # fp32, printed with five decimals
     assert cut[3] == alone[3]
+
+
+def test_a_transformers_model_trains_the_same_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    alone = run_example(tmp_path, example=WRAPPING)
+    assert len(alone) == 4
+    assert alone[0].startswith("step 1 loss 5.")
+    sliced = run_example(tmp_path, "--train.micro-batch", "4", ranks=2, example=WRAPPING)
+    assert [line.split()[:2] for line in sliced] == [line.split()[:2] for line in alone]
+    assert numbers(sliced[:3]) == pytest.approx(numbers(alone[:3]), abs=2e-5)  # fp32, printed with five decimals
+    assert sliced[3] == alone[3]
 
 
 def numbers(lines: list[str]) -> list[float]:

@@ -11,9 +11,9 @@ from threed.config import ConfigError
 @pytest.mark.parametrize(
     ("group", "changes", "named"),
     [
-        ("zero", {"stage": 3}, "--zero.stage 3"),
+        ("zero", {"offload_params": "cpu"}, "--zero.offload-params cpu"),
         ("recompute", {"mode": "full"}, "--recompute.mode full"),
-        ("precision", {"dtype": "fp16"}, "--precision.dtype fp16"),
+        ("precision", {"dtype": "fp8"}, "--precision.dtype fp8"),
     ],
 )
 def test_a_feature_that_is_not_there_is_refused_by_name(group: str, changes: dict[str, object], named: str) -> None:

@@ -22,8 +22,9 @@ from threed import collectives, layers, rng
 from threed.layers import MicroBatch, Slicing
 from threed.pipeline.build import blocks
 from threed.sharding import Piece, attach, spec_of
-from threed.topology import Topology
+from threed.topology import Axis, Topology
 from threed.zero import layout
+from threed.zero.layout import Policy
 from threed.zero.reducer import Reducer
 
 S, B, H, VOCAB, DROP = 8, 3, 16, 13, 0.3
@@ -250,10 +251,9 @@ def grads_alone(layer: nn.Module, topology: Topology) -> Iterator[tuple[Tensor, 
 
 def fill_buffers(layer: nn.Module, topology: Topology) -> Reducer:
     """Lays the layer out in buffers with sinks, as the engine does."""
-    wide = torch.float64
-    plan = layout.build(
-        [layer], {}, topology, shards=False, bucket_bytes=2**20, param_dtype=wide, grad_dtype=wide
-    )  # fmt: skip
+    wide, data = torch.float64, topology.axis("dp")
+    alone = Axis("dp", (topology.rank,), 0)
+    plan = layout.build([layer], {}, topology, Policy(0, alone, data, 2**20, wide, wide))
     for slot in plan.slots:
         slot.param.data.copy_(local_weight(slot.param))
     reducer = Reducer(plan)
