@@ -31,6 +31,7 @@ from threed.checks import find_refusals
 from threed.config import Config, ConfigError, resolve
 from threed.layers import MicroBatch
 from threed.models import Model, Wrapped
+from threed.models.wrapped import find_references
 from threed.pipeline import build
 from threed.pipeline.executor import Boundary, Executor, Span
 from threed.pipeline.stage import Stage, Whole
@@ -127,6 +128,7 @@ class Engine:
         self.wrapped = self.model if isinstance(self.model, Wrapped) else None
         self.config = config = resolve(config, 0, topology.world) if self.wrapped else config
         self.steps = self.consumed = 0
+        self._begun = False
         self.dtype = dtype(config.precision.dtype)
         self._check_same_configuration()
         self.batches = Batches(self.model, topology, config)
@@ -140,6 +142,8 @@ class Engine:
             loss_scale=loss_scale or setup.loss_scale(config.precision),
         )  # fmt: skip
         self._check_same_buckets()
+        if self.wrapped is not None:
+            self.wrapped.agree(topology.axis("dp"), topology.device)
         records.fill(self.optimizer, self._initial_value, (records.WEIGHT,))
         self.hooks = self._hook_up(mine)
         stage = Stage(mine, Whole() if self.wrapped else self.gatherer, config.zero.prefetch)
@@ -168,6 +172,10 @@ class Engine:
         axes = {name for name in setup.shard_axes(config, topology) if name}
         topology.prepare(build.blocks(layers) | axes, tied.values())
         units = mine if self.wrapped is None else self.wrapped.units
+        if self.wrapped is not None and config.zero.stage == 3 and (beside := find_references(self.wrapped.module)):
+            raise ConfigError(
+                [f"--zero.stage 3: {', '.join(beside)} refer to parameters that will be slices; use stage 2"]
+            )
         self.layout = layout.build(units, tied, topology, setup.policy(config, topology))
         trainable = collectives.exchange(bool(self.layout.buckets), topology.axis("world"))
         if not any(trainable):
@@ -235,8 +243,9 @@ class Engine:
 
     def begin(self, microbatches: int) -> None:
         """Begins an optimizer step of so many micro-batches; `step` does this by itself."""
+        self._forwards_ended()  # nothing is left of a step that an error broke off
         self.reducer.begin(microbatches)
-        self._backwards_s = 0.0
+        self._begun, self._backwards_s = True, 0.0
 
     @property
     def module(self) -> nn.Module:
@@ -247,6 +256,8 @@ class Engine:
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
         """The backward of one micro-batch of a wrapped module: of loss * weight, scaled as precision asks."""
+        if not self._begun:
+            raise RuntimeError("call Engine.begin(microbatches) first: gradients of the last step are in the way")
         began = time.perf_counter()
         torch.autograd.backward((loss * (self.optimizer.scaler.scale * weight).to(loss.dtype),))
         self._pass_ended()
@@ -258,6 +269,7 @@ class Engine:
         loss: fp64 [1], this rank's part of a sum over all ranks. tokens: of the global batch, for the metrics.
         """
         times = [time.perf_counter()]
+        self._begun = False
         self.gatherer.release_all()
         slices = self.reducer.finish()
         times.append(time.perf_counter())

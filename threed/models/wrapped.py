@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,9 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
+from threed import collectives
 from threed.layers.slicing import MicroBatch, Slicing
 from threed.sharding import Box, Piece, ShardSpec, attach
+from threed.topology import Axis
 
 Inputs = Mapping[str, Any]
 
@@ -76,6 +80,7 @@ class Wrapped(nn.Module):
         self.module, self.loss = module, loss
         self.count = count or functools.partial(count_items, shifted=shifts_labels(module))
         self.hidden, self.slicing, self.name = 0, Slicing(), "module"
+        check(module)
         self.units = list(find_units(module))
         self._given: dict[str, Tensor] = {}
         names: dict[int, str] = {}
@@ -104,7 +109,10 @@ class Wrapped(nn.Module):
         """The micro-batch's weighted loss."""
         loss = self.loss(self.module(**(micro.inputs or {})))
         loss = loss if loss.dtype == torch.float64 else loss.float()
-        return loss if micro.weight is None else loss * micro.weight.to(loss.dtype)
+        if micro.weight is None:
+            return loss
+        # A mean over no items is no number; it weighs nothing.
+        return torch.where(micro.weight > 0, loss, 0.0) * micro.weight.to(loss.dtype)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -126,11 +134,20 @@ class Wrapped(nn.Module):
         values = given if given.device.type != "meta" else self._fresh(self._unit_of[piece.name].name, seed)[piece.name]
         return values[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
 
+    def agree(self, axis: Axis, device: torch.device) -> None:
+        """Makes the values and buffers that the module came with those of the axis's first rank: all begin alike."""
+        for value in (*self._given.values(), *self.module.buffers()):
+            if axis.size > 1 and value.device.type != "meta":
+                shared = collectives.broadcast(value.detach().to(device).contiguous(), axis, 0)
+                value.copy_(shared)
+
     def initialised(self, device: torch.device) -> None:
         """Forgets the values the module came with, moves buffers to the device, and gives those on the meta device the
         values that their module's own initialisation gives."""
         self._given.clear()
         self._fresh.cache_clear()
+        self.module.__dict__["_threed"] = True
+        self.module.register_load_state_dict_pre_hook(refuse_loading)
         for name, owner in self.module.named_modules():
             buffers = owner._buffers
             if any(buffer is not None and buffer.device.type == "meta" for buffer in buffers.values()):
@@ -149,28 +166,66 @@ class Wrapped(nn.Module):
         for module in plan.modules():
             for key, param in module._parameters.items():
                 if param is not None:
-                    module._parameters[key] = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
+                    values = torch.full_like(param, torch.nan, device="cpu")
+                    module._parameters[key] = nn.Parameter(values, param.requires_grad)
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type == "meta":
                     module._buffers[key] = torch.empty_like(buffer, device="cpu")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
             plan.apply(self._reset)
+        empty = [key for key, param in plan.named_parameters() if param.isnan().any()]
+        if empty:
+            raise ValueError(
+                f"{name}: the module's own initialisation leaves {', '.join(empty)} without values; give what has them"
+                " a reset_parameters(), or build the model on the CPU"
+            )
         return plan
 
     def _reset(self, module: nn.Module) -> None:
         own = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
-        theirs = getattr(self.module, "_init_weights", None)
+        theirs, reset = getattr(self.module, "_init_weights", None), getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
         if theirs is not None:
             theirs(module)
-        elif own:
-            reset = getattr(module, "reset_parameters", None)
-            if reset is None:
-                raise ValueError(
-                    f"{type(module).__name__} is on the meta device and has no reset_parameters(): build the model on"
-                    " the CPU, or give that module one"
-                )
-            reset()
+        elif own and reset is None:
+            raise ValueError(
+                f"{type(module).__name__} is on the meta device and has no reset_parameters(): build the model on"
+                " the CPU, or give that module one"
+            )
+
+
+def check(module: nn.Module) -> None:
+    """Raises ValueError naming what cannot be wrapped."""
+    if "_threed" in module.__dict__:
+        raise ValueError(f"this {type(module).__name__} belongs to an engine already: build it anew for another one")
+    for name, param in module.named_parameters():
+        if isinstance(param, UninitializedParameter):
+            raise ValueError(f"{name} has no shape yet: run the module once before it is wrapped")
+        if not param.is_floating_point():
+            raise ValueError(f"{name} is {param.dtype}: only real floating-point parameters can be trained or sliced")
+    kept = {name for name, buffer in module.state_dict().items() if buffer.is_floating_point()}
+    kept -= {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    if kept:
+        warnings.warn(f"buffers are each rank's own, and in no checkpoint: {', '.join(sorted(kept)[:5])}", stacklevel=4)
+
+
+def find_references(module: nn.Module) -> list[str]:
+    """Attributes that refer to parameters beside the table of parameters: lists, tuples and dicts of them."""
+    found = []
+    for name, owner in module.named_modules():
+        for key, value in owner.__dict__.items():
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            beside = key not in ("_parameters", "_buffers", "_modules", "_flat_weights")  # an LSTM reads its own anew
+            if beside and any(isinstance(item, nn.Parameter) for item in items):
+                found.append(f"{name}.{key}" if name else key)
+    return found
+
+
+def refuse_loading(*_: Any) -> None:
+    """A wrapped module's own `load_state_dict` would miss slices and masters."""
+    raise RuntimeError("the engine has this module's weights: use Engine.load_full_state_dict, or Engine.load")
 
 
 def is_meta(modules: Sequence[nn.Module]) -> bool:
@@ -186,6 +241,7 @@ def meta_copy(unit: Unit) -> nn.Module:
 def shallow(module: nn.Module) -> nn.Module:
     """A copy of a module without its children."""
     alone = copy.copy(module)
+    alone.__dict__.update({k: list(v) for k, v in module.__dict__.items() if isinstance(v, list)})  # an LSTM's weights
     alone.__dict__["_modules"] = {}
     alone.__dict__["_parameters"] = dict(module._parameters)
     alone.__dict__["_buffers"] = dict(module._buffers)
@@ -218,13 +274,14 @@ def find_units(root: nn.Module) -> Iterator[Unit]:
 def shifts_labels(module: nn.Module) -> bool:
     """Whether the module predicts each label from the positions before it, as Hugging Face's causal models do: then
     the first label of a row is not counted."""
-    return any(word in type(module).__name__ for word in ("CausalLM", "LMHeadModel"))
+    names = [kind.__name__ for kind in type(module).__mro__]
+    return any(word in name for name in names for word in ("CausalLM", "LMHeadModel"))
 
 
 def count_items(inputs: Inputs, shifted: bool) -> Tensor:
-    """How many items a mean loss is over: labels that are not ignored (below 0), else rows; fp64 scalar."""
+    """How many items a mean loss is over: labels that are not ignored (-100), else rows; fp64 scalar."""
     labels = inputs.get("labels")
     if labels is None or labels.is_floating_point():
         first = next(value for value in inputs.values() if isinstance(value, Tensor))
         return torch.tensor(float(len(first)), dtype=torch.float64, device=first.device)
-    return ((labels[:, 1:] if shifted else labels) >= 0).sum().double()
+    return ((labels[:, 1:] if shifted else labels) != -100).sum().double()

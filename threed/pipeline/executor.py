@@ -75,6 +75,8 @@ class Executor:
         """Runs this rank's part of a lowered plan; the model's outputs (losses) in micro-batch order, where it ends."""
         self._plan, self._micros, self._boundary = plan, micros, boundary
         self._then: Action | None = None
+        for stage in self.stages:
+            stage.reset()
         self._arriving: dict[tuple[Kind, int, int], Pending | Tensor] = {}
         self._leaving: dict[tuple[Kind, int, int], Tensor] = {}
         self._sent: deque[Pending] = deque()

@@ -63,6 +63,10 @@ class Stage:
     def _layer(self, unit: int) -> nn.Module:
         return self.layers[unit - self.first]
 
+    def reset(self) -> None:
+        """Forgets micro-batches whose backward never came: a step was given up."""
+        self._open.clear()
+
     def start(self, backward: bool) -> None:
         """Begins to gather what a pass needs first."""
         for unit in first_units(self._backward_units if backward else self._units, self.prefetch):

@@ -34,6 +34,8 @@ class Gatherer:
         self._groups_of_unit: dict[int, list[Group]] = {}
         self._gathering: dict[Group, list[Pending]] = {}
         self._holders: dict[Group, set[int]] = {}
+        self._number = {group: number for number, group in enumerate(layout.groups)}
+        self.order = 0  # a hash of which groups were gathered, in which order: all ranks must have the same
         for group in layout.groups:
             for unit in group.kind.units or ():
                 self._groups_of_unit.setdefault(unit, []).append(group)
@@ -106,6 +108,7 @@ class Gatherer:
     def open(self, group: Group, holder: int) -> None:
         """Begins to gather a sliced group, and keeps it whole for `holder`."""
         if group not in self._holders:
+            self.order = hash((self.order, self._number[group]))
             group.allocate()
             self._gathering[group] = [
                 collectives.start_all_gather(bucket.own, self.axis, out=group.params[bucket.first : bucket.last])

@@ -29,6 +29,9 @@ class Gradients(Protocol):
     def left(self, window: Tensor) -> None:
         """A window that has left is needed no more."""
 
+    def reset(self) -> None:
+        """Forgets what was written, if a step was given up, and frees what is not in use."""
+
 
 class Whole:
     """All gradients in full, in the group's flat buffer (stages 0 and 1)."""
@@ -49,6 +52,9 @@ class Whole:
 
     def left(self, window: Tensor) -> None:
         """Nothing: the buffer stays."""
+
+    def reset(self) -> None:
+        """Nothing: the first contribution overwrites."""
 
 
 class ByBucket:
@@ -111,6 +117,13 @@ class ByBucket:
         if id(buffer) in self._lent:
             self._lent.remove(id(buffer))
             self._free.append(buffer)
+
+    def reset(self) -> None:
+        for window in self._open.values():
+            self.left(window)
+        self._open.clear()
+        self._cut.clear()
+        self._free.clear()
 
     def _window(self, bucket: Bucket) -> Tensor:
         if id(bucket) not in self._open:

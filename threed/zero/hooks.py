@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from threed.zero import table
 from threed.zero.gather import Gatherer
@@ -77,6 +78,8 @@ class Hooks:
         self.forwards, self.backwards = Trace(), Trace()
         self._calls: list[list[Group]] = []  # the groups that each call under way holds
         self._recent: list[Group] = []
+        self._node: Any = None  # the autograd node that runs, and what it was given
+        self._given: set[Group] = set()
         self._saving: Any = None
         self._group_of_storage: dict[int, Group] = {}
         self._group_of_slot: dict[int, Group] = {}
@@ -92,10 +95,11 @@ class Hooks:
             self._install(module, None)
         if self._group_of_slot:
             reducer.listener = self._gradient_came
+            reducer.gather_order = lambda: gatherer.order
 
     def _install(self, module: nn.Module, unit: int | None) -> None:
         module.register_forward_pre_hook(lambda *_: self._enter(unit))
-        module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+        module.register_forward_hook(lambda _, __, output: self._leave(output), always_call=True)
 
     # -------------------------------------------------------------------------------------------------------- forward
 
@@ -116,22 +120,33 @@ class Hooks:
             if group not in self._calls[-1]:
                 self._calls[-1].append(group)
                 self._hold(group, len(self._calls))
-        elif in_backward():
-            self._use(group)
+        elif in_backward():  # a recompute outside of any module
+            self._hold(group, BACKWARD)
 
-    def _leave(self) -> None:
+    def _leave(self, output: Any) -> None:
         if not self._calls:
             return
         depth, held = len(self._calls), self._calls.pop()
+        handed_on = self._groups_in(output)
         for group in held:
             stays = in_backward() or (torch.is_grad_enabled() and group is self.forwards.last)
-            if stays:  # a recompute, whose backward follows, or the backward that follows begins here
+            if group in handed_on and self._calls:  # the caller has it now
+                if group not in self._calls[-1]:
+                    self._calls[-1].append(group)
+                    self.gatherer.open(group, depth - 1)
+            elif stays or group in handed_on:  # a recompute, whose backward follows, or where the backward will begin
                 self.gatherer.open(group, BACKWARD)
             self.gatherer.close(group, depth)
         if not self._calls and self._saving is not None:
             self._saving.__exit__(None, None, None)
             self._saving = None
             self.forwards.end()
+
+    def _groups_in(self, output: Any) -> set[Group]:
+        """The groups whose parameters, or views of them, a module returns."""
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.device.type != "meta")
+        found = (self._group_of_storage.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        return {group for group in found if group is not None}
 
     def _hold(self, group: Group, holder: int) -> None:
         """Makes a group whole, and begins to gather those that come next."""
@@ -156,12 +171,18 @@ class Hooks:
         return tensor
 
     def _use(self, group: Group) -> None:
-        """A group is asked for in a backward."""
+        """A group is asked for in a backward. What the node that runs now was given stays."""
+        node = torch._C._current_autograd_node()
+        if node is not self._node:
+            self._node, self._given = node, set()
+        self._given.add(group)
         if not (self._recent and self._recent[-1] is group and self.gatherer.is_open(group)):
             self._hold(group, BACKWARD)
             self._recent = [*(other for other in self._recent if other is not group), group]
-            while len(self._recent) > RECENT:
-                self.gatherer.close(self._recent.pop(0), BACKWARD)
+            old = [other for other in self._recent[:-RECENT] if other not in self._given]
+            for other in old:
+                self.gatherer.close(other, BACKWARD)
+            self._recent = [other for other in self._recent if other not in old]
 
     def _gradient_came(self, slot: Slot) -> None:
         group = self._group_of_slot.get(id(slot))
@@ -178,6 +199,7 @@ class Hooks:
         self.backwards.end()
         self._recent.clear()
         self._due.clear()
+        self._node, self._given = None, set()
         self.gatherer.release_all()
 
 

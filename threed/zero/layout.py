@@ -88,9 +88,15 @@ class Slot:
     last: int = 0
 
     def settle(self, storage: Tensor) -> None:
-        """Gives the parameter its storage, in every place it sits: from meta to a view of a flat buffer."""
+        """Gives the parameter its storage: a view of a flat buffer, in every place it sits.
+
+        A parameter with values stays the same object, for others may refer to it; one on the meta device is replaced.
+        """
         # `.data`: a version counter of its own. Else a gather that ends during the forward pass, of another bucket of
         # the same buffer, makes autograd think that a weight it has saved was changed.
+        if self.param.device == storage.device:
+            self.param.data = storage.data
+            return
         self.param = attach(nn.Parameter(storage.data, self.param.requires_grad), self.spec)
         for module, attribute in self.places:
             setattr(module, attribute, self.param)

@@ -48,6 +48,7 @@ def fill(
 ) -> None:
     """Sets every box this rank holds from `source(part, piece, box)` [*box.size] and makes the parameters whole."""
     optimizer.gatherer.settle()  # a step's gather may still read what is written here
+    optimizer.gatherer.release_all()  # and what is whole now would be old
     for record in records(optimizer, parts):
         record.values.copy_(source(record.part, record.piece, record.box))
     for state in (*optimizer.states, *optimizer.frozen):

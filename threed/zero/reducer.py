@@ -73,6 +73,7 @@ class Sink:
         """Autograd's hook: moves `param.grad` here."""
         if param.grad is not None:
             grad, param.grad = param.grad, None
+            grad = grad.to_dense() if grad.is_sparse else grad
             if self.reducer.is_late(self):
                 self.reducer.keep_aside(self.slot, grad)
             else:
@@ -127,6 +128,7 @@ class Reducer:
         self._travelling: deque[tuple[Bucket, Tensor, Pending]] = deque()
         self._aside: dict[int, tuple[Slot, Tensor]] = {}
         self._first = True  # this step's first round
+        self.gather_order: Callable[[], int] = lambda: 0  # what a step gathered, when that must be the same everywhere
         self.listener: Callable[[Slot], None] | None = None  # told of every parameter whose gradient is complete
 
     def sink_of(self, slot: Slot) -> Sink:
@@ -134,7 +136,13 @@ class Reducer:
         return self._sinks[id(slot)]
 
     def begin(self, microbatches: int) -> None:
-        """Expects the gradients of a step."""
+        """Expects the gradients of a step; what is left of one that was given up is forgotten."""
+        while self._travelling:
+            _, window, pending = self._travelling.popleft()
+            pending.wait()
+            self.memory.left(window)
+        self.memory.reset()
+        self._aside.clear()
         self._passes, self._first = (1 if self.rounds else microbatches), True
         self._begin_round()
 
@@ -203,6 +211,7 @@ class Reducer:
         self.all_passes_ended()
         while self._travelling:
             self._land()
+        self.memory.reset()  # forwards come first: what they keep is the peak, and should not meet idle buffers
         if self.dynamic:
             self._send_what_was_late()
         return self._sum_rest()
@@ -238,7 +247,14 @@ class Reducer:
         """Sums again the buckets for which any rank kept something aside."""
         buckets, shard = self.layout.buckets, self.layout.policy.shard
         mine = [any(id(slot) in self._aside for slot in bucket.slots()) for bucket in buckets]
-        ranks = collectives.exchange(mine, shard)
+        order = self.gather_order()
+        told = collectives.exchange([order, mine], shard)
+        if any(other != order for other, _ in told):
+            raise RuntimeError(
+                "ranks used different parameters in this step, or in another order: ZeRO-3 gathers a parameter on all"
+                " ranks at once; route alike on all ranks, or use --zero.stage 2"
+            )
+        ranks = [flags for _, flags in told]
         if any(_early(bucket) for bucket in buckets):
             ranks += collectives.exchange(mine, self.layout.policy.replicas)
         for number, bucket in enumerate(buckets):

@@ -35,11 +35,17 @@ class Parameters(dict[str, Any]):
             self._taken(self._places[name][0])
         return self._safe(name)
 
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401  this is `get`
+
     def items(self) -> Any:
-        return {name: self._safe(name) for name in self}.items()
+        return self.copy().items()
 
     def values(self) -> Any:
-        return {name: self._safe(name) for name in self}.values()
+        return self.copy().values()
+
+    def copy(self) -> dict[str, Any]:
+        return {name: self[name] for name in self}
 
     def _safe(self, name: str) -> Any:
         if name in self._places:
@@ -48,6 +54,8 @@ class Parameters(dict[str, Any]):
                 self._gatherer.wait_for(slot)
             elif not self._gatherer.is_open(group):
                 return stand_in
+            else:
+                self._gatherer.wait(group)
         return super().__getitem__(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
