@@ -11,10 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.configs import Case as PlainCase
+from tests.configs import batch, config_of, train
 from tests.harness import run_ranks
 from tests.test_zero_wrapped import Case, engine_of
+from threed import models
 from threed.config import ConfigError
 from threed.engine import Engine
+from threed.layers import Slicing
 from threed.models.wrapped import Wrapped
 from threed.topology import Topology
 
@@ -327,3 +331,21 @@ def test_what_cannot_be_wrapped_is_refused_by_name() -> None:
         engine.step({"x": torch.zeros(4, WIDTH), "y": 3})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="different numbers of rows"):
         engine.step({"x": torch.zeros(4, WIDTH), "y": torch.zeros(3, WIDTH)})
+
+
+class OfLayers(nn.Module):
+    """A model of threed.layers that is a module, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = models.build(config_of(PlainCase(layers=2)).model, Slicing())
+        self.hidden, self.slicing, self.layers, self.costs = inner.hidden, inner.slicing, inner.layers, inner.costs
+
+
+def test_a_model_of_layers_may_be_a_module() -> None:
+    config = config_of(PlainCase(layers=2))
+    engine = Engine(OfLayers(), Topology(), config)
+    assert engine.wrapped is None
+    want = train(PlainCase(layers=2))
+    rows = config.train.global_batch
+    assert [engine.step(batch(step, rows)).loss for step in range(3)] == want.losses

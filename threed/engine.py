@@ -152,7 +152,7 @@ class Engine:
         )
 
     def _as_model(self, model: Model | nn.Module) -> Model:
-        if not isinstance(model, nn.Module) or isinstance(model, Wrapped):
+        if not isinstance(model, nn.Module) or hasattr(model, "slicing"):  # of threed.layers, or wrapped already
             return model
         if self.topology.pp * self.topology.tp > 1:
             sizes = f"pp {self.topology.pp} or tp {self.topology.tp}"
