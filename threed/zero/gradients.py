@@ -30,7 +30,10 @@ class Gradients(Protocol):
         """A window that has left is needed no more."""
 
     def reset(self) -> None:
-        """Forgets what was written, if a step was given up, and frees what is not in use."""
+        """Forgets what was written: a step was given up."""
+
+    def trim(self) -> None:
+        """Frees what is not in use."""
 
 
 class Whole:
@@ -55,6 +58,9 @@ class Whole:
 
     def reset(self) -> None:
         """Nothing: the first contribution overwrites."""
+
+    def trim(self) -> None:
+        """Nothing: all of it is."""
 
 
 class ByBucket:
@@ -123,6 +129,8 @@ class ByBucket:
             self.left(window)
         self._open.clear()
         self._cut.clear()
+
+    def trim(self) -> None:
         self._free.clear()
 
     def _window(self, bucket: Bucket) -> Tensor:

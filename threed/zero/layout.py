@@ -28,6 +28,7 @@ from threed.sharding import Piece, ShardSpec, attach, spec_of
 from threed.topology import Axis, Topology
 
 ALIGN = 32  # elements: every parameter starts on a 64-byte line or better
+PIECES, SMALLEST = 8, 2**18  # a group is at least so many buckets, unless they had fewer than so many elements
 
 
 @dataclass(frozen=True)
@@ -295,6 +296,8 @@ def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
 
 def _windows(group: Group, elements: int) -> Iterator[Bucket]:
     granule = group.shard.size * ALIGN
+    if group.kind.units is None:  # a unit's groups are pieces already
+        elements = min(elements, max(group.numel // PIECES, SMALLEST))
     step = max(granule, elements // granule * granule)
     for first in range(0, group.numel, step):
         last = min(first + step, group.numel)

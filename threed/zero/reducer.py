@@ -211,7 +211,8 @@ class Reducer:
         self.all_passes_ended()
         while self._travelling:
             self._land()
-        self.memory.reset()  # forwards come first: what they keep is the peak, and should not meet idle buffers
+        if any(group.slices is not None for group in self.layout.groups):
+            self.memory.trim()  # gathered parameters are the next to need memory
         if self.dynamic:
             self._send_what_was_late()
         return self._sum_rest()
