@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -153,7 +153,7 @@ class Engine:
 
     def _as_model(self, model: Model | nn.Module) -> Model:
         if not isinstance(model, nn.Module) or hasattr(model, "slicing"):  # of threed.layers, or wrapped already
-            return model
+            return cast(Model, model)
         if self.topology.pp * self.topology.tp > 1:
             sizes = f"pp {self.topology.pp} or tp {self.topology.tp}"
             fix = "build it from threed.layers (examples/custom_model.py), or use pp 1 and tp 1"
