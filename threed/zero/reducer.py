@@ -119,8 +119,9 @@ class Reducer:
                 slot.param.register_post_accumulate_grad_hook(sink.take)
                 self._sinks[id(slot)] = sink
         self.sinks = list(self._sinks.values())
-        for number, bucket in enumerate(layout.buckets):
-            for slot in bucket.slots():
+        self._slots = [bucket.slots() for bucket in layout.buckets]
+        for number, slots in enumerate(self._slots):
+            for slot in slots:
                 self._buckets_of.setdefault(id(slot), []).append(number)
         self._passes = 1
         self._missing: list[int] = []
@@ -150,7 +151,7 @@ class Reducer:
         for sink in self.sinks:
             sink.begin(self._passes)
         due = {id(sink.slot) for sink in self.sinks if sink.due}
-        self._missing = [sum(id(slot) in due for slot in bucket.slots()) for bucket in self.layout.buckets]
+        self._missing = [sum(id(slot) in due for slot in slots) for slots in self._slots]
         self._begun = 0
 
     def arrived(self, slot: Slot) -> None:
@@ -164,10 +165,10 @@ class Reducer:
 
     def _start(self) -> None:
         bucket = self.layout.buckets[self._begun]
-        self._begun += 1
-        for slot in bucket.slots():
+        for slot in self._slots[self._begun]:
             if not self.sink_of(slot).seen:
                 self.memory.missing(slot, bucket)
+        self._begun += 1
         while self.rounds and len(self._travelling) >= IN_FLIGHT:
             self._land()
         window, own = self.memory.leave(bucket), bucket.own_grad
@@ -246,28 +247,27 @@ class Reducer:
 
     def _send_what_was_late(self) -> None:
         """Sums again the buckets for which any rank kept something aside."""
-        buckets, shard = self.layout.buckets, self.layout.policy.shard
-        mine = [any(id(slot) in self._aside for slot in bucket.slots()) for bucket in buckets]
+        policy = self.layout.policy
+        mine = sorted({number for slot, _ in self._aside.values() for number in self._buckets_of.get(id(slot), ())})
         order = self.gather_order()
-        told = collectives.exchange([order, mine], shard)
+        told = collectives.exchange([order, mine], policy.shard)
         if any(other != order for other, _ in told):
             raise RuntimeError(
                 "ranks used different parameters in this step, or in another order: ZeRO-3 gathers a parameter on all"
                 " ranks at once; route alike on all ranks, or use --zero.stage 2"
             )
-        ranks = [flags for _, flags in told]
-        if any(_early(bucket) for bucket in buckets):
-            ranks += collectives.exchange(mine, self.layout.policy.replicas)
-        for number, bucket in enumerate(buckets):
-            if not any(flags[number] for flags in ranks):
-                continue
+        late = {number for _, numbers in told for number in numbers}
+        if any(_early(bucket) for bucket in self.layout.buckets):  # stage 0, whose sums are over the replicas
+            late.update(number for numbers in collectives.exchange(mine, policy.replicas) for number in numbers)
+        for number in sorted(late):
+            bucket = self.layout.buckets[number]
             window = torch.zeros(bucket.last - bucket.first, dtype=bucket.own_grad.dtype, device=bucket.own_grad.device)
-            for slot in bucket.slots():
+            for slot in self._slots[number]:
                 if id(slot) in self._aside:
                     first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
                     grad = self._aside[id(slot)][1].view(-1)[first - slot.first : last - slot.first]
                     window[first - bucket.first : last - bucket.first].copy_(grad)
-            total = collectives.start_reduce_scatter(window, shard, wire=self.wire)
+            total = collectives.start_reduce_scatter(window, policy.shard, wire=self.wire)
             bucket.own_grad.add_(self._sum_over(total.wait(), _early(bucket)).wait())
         self._aside.clear()
 
