@@ -68,8 +68,6 @@ class Wrapped(nn.Module):
     step is the mean over the global batch however it is cut. By default valid labels, else rows.
     """
 
-    backward_reads_weights = True
-
     def __init__(
         self,
         module: nn.Module,

@@ -14,13 +14,14 @@ What comes next is what came next the last time: that is gathered ahead. A wrong
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from threed.models.wrapped import Unit
 from threed.zero import table
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Group, Layout, Slot
@@ -28,14 +29,6 @@ from threed.zero.reducer import Reducer
 
 BACKWARD, AHEAD = -1, -2  # who holds a group, beside the depth of the calls that do
 RECENT = 3  # groups that stay whole in a backward though none of their gradients comes
-
-
-class HasModules(Protocol):
-    """A unit: the module that is called, and all whose parameters are gathered for it."""
-
-    module: nn.Module
-
-    def modules(self) -> Iterator[nn.Module]: ...
 
 
 class Trace:
@@ -71,7 +64,7 @@ class Hooks:
     """Installs itself in `module` and its units."""
 
     def __init__(
-        self, module: nn.Module, units: Sequence[HasModules], layout: Layout, gatherer: Gatherer, reducer: Reducer,
+        self, module: nn.Module, units: Sequence[Unit], layout: Layout, gatherer: Gatherer, reducer: Reducer,
         prefetch: int,
     ) -> None:  # fmt: skip
         self.gatherer, self.prefetch = gatherer, prefetch

@@ -52,13 +52,10 @@ class Sink:
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the matrix product a @ b; in the buffer itself where the dtypes allow."""
         target = self._target()
-        if a.dtype == target.dtype:
-            matmul.add_product_(target, a, b, fresh=not self.seen)
-        elif self.seen:
-            target.add_(torch.mm(a, b))
-        else:
-            target.copy_(torch.mm(a, b))
-        self._arrived()
+        if a.dtype != target.dtype:
+            return self.add(torch.mm(a, b))
+        matmul.add_product_(target, a, b, fresh=not self.seen)
+        return self._arrived()
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows [n h] at row numbers [n]."""
