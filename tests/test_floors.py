@@ -21,6 +21,8 @@ FLOORS = {
     "threed.arguments": 0,
     "threed.checks": 0,
     "threed.param_groups": 0,
+    "threed.values": 0,
+    "threed.native": 0,
     "threed.schedules": 0,
     "threed.planner": 0,
     "threed.topology": 1,

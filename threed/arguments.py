@@ -24,8 +24,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from threed.checks import find_problems
-from threed.config import Config, ConfigError, Takes, key_name, python_name
+from threed.config import Config, ConfigError, key_name, python_name
 from threed.param_groups import ParamGroup
+from threed.values import Takes
 
 GROUPS: Mapping[str, type[BaseModel]] = {
     name: info.annotation for name, info in Config.model_fields.items() if isinstance(info.annotation, type)

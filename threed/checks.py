@@ -44,6 +44,7 @@ REFUSALS = (
     Refusal("zero", "offload_params", ("none",), "offload of parameters"),
     Refusal("zero", "nvme_path", (None,), "offload to NVMe"),
     Refusal("zero", "tile", (1,), "tiling of linear layers"),
+    Refusal("zero", "delayed_update", (False,), "a delayed update"),
     Refusal("recompute", "mode", ("none",), "recompute of activations"),
     Refusal("recompute", "every", (1,), "recompute of activations"),
     Refusal("recompute", "partition", (False,), "partition of saved activations"),

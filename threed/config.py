@@ -13,13 +13,30 @@ underscores, and `async` is `async_`. Where a key's default is None, users write
 from __future__ import annotations
 
 import keyword
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from threed.param_groups import ParamGroup as ParamGroup
-from threed.param_groups import read_groups
+from threed.values import (
+    Betas,
+    Count,
+    LossScale,
+    Natural,
+    NonNegative,
+    Optimizer,
+    ParamGroups,
+    Partition,
+    PathText,
+    Positive,
+    RecomputeOps,
+    ShardSize,
+    Share,
+    StepRange,
+    Switch,
+    Text,
+    ZeroStage,
+)
 
 ScheduleName = Literal[
     "1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera", "dualpipe",
@@ -36,101 +53,6 @@ class ConfigError(ValueError):
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
-
-
-@dataclass(frozen=True)
-class Takes:
-    """Rides on a field's type: what `--help` shows in place of the value."""
-
-    text: str
-
-
-def _number(value: object) -> object:
-    if isinstance(value, bool):  # Python would read true as 1
-        raise ValueError("must be a number")
-    return value
-
-
-def _boolean(value: object) -> object:
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    if not isinstance(value, bool):
-        raise ValueError("must be true or false")
-    return value
-
-
-def _word_or(word: str, number: type[int] | type[float]) -> BeforeValidator:
-    """Accept `word`, or a positive number."""
-
-    def validate(value: object) -> object:
-        if value == word:
-            return value
-        try:
-            parsed = number(str(value))
-        except ValueError:
-            parsed = number(0)
-        if not 0 < parsed < float("inf"):
-            raise ValueError(f"must be {word} or a positive {'whole ' if number is int else ''}number")
-        return parsed
-
-    return BeforeValidator(validate)
-
-
-def _partition(value: object) -> object:
-    if value in ("balanced", "uniform", "measured"):
-        return value
-    items = value.split(",") if isinstance(value, str) else value
-    counts = [int(str(i)) if str(i).strip().isdigit() else 0 for i in items] if isinstance(items, list | tuple) else []
-    if not counts or min(counts) < 1:
-        raise ValueError("must be balanced, uniform, measured, or the layers of each stage, such as 3,2,2")
-    return tuple(counts)
-
-
-def _betas(value: object) -> object:
-    items = value.split(",") if isinstance(value, str) else value
-    if not isinstance(items, list | tuple) or len(items) != 2:
-        raise ValueError("must be two numbers, such as 0.9,0.95")
-    return tuple(items)
-
-
-def _steps(value: object) -> object:
-    items = str(value).split(":") if isinstance(value, int | str) else value
-    numbers = [int(str(i)) if str(i).isdigit() else 0 for i in items] if isinstance(items, list | tuple) else []
-    if len(numbers) not in (1, 2) or min(numbers) < 1 or numbers[0] > numbers[-1]:
-        raise ValueError("must be a step or first:last, such as 10:12, counted from 1")
-    return (numbers[0], numbers[-1])
-
-
-def _optimizer(value: object) -> object:
-    if value == "muon":
-        raise ValueError(
-            "muon orthogonalises whole matrices, and slices over ranks cut through them; use adamw, sgd or lion"
-        )
-    return value
-
-
-Count = Annotated[int, Field(ge=1), BeforeValidator(_number), Takes("N")]
-Natural = Annotated[int, Field(ge=0), BeforeValidator(_number), Takes("N")]
-Positive = Annotated[float, Field(gt=0), BeforeValidator(_number), Takes("X")]
-NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number), Takes("X")]
-Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number), Takes("X")]
-Switch = Annotated[bool, BeforeValidator(_boolean), Takes("true|false")]
-Text = Annotated[str, Field(min_length=1), Takes("TEXT")]
-PathText = Annotated[str, Takes("PATH")]
-Partition = Annotated[
-    Literal["balanced", "uniform", "measured"] | tuple[int, ...],
-    BeforeValidator(_partition),
-    Takes("balanced|uniform|measured|N,N,…"),
-]
-ZeroStage = Annotated[int, Field(ge=0, le=3), BeforeValidator(_number), Takes("0|1|2|3")]
-ShardSize = Annotated[Literal["all"] | int, _word_or("all", int), Takes("all|N")]
-LossScale = Annotated[Literal["dynamic"] | float, _word_or("dynamic", float), Takes("dynamic|X")]
-Betas = Annotated[tuple[Share, Share], BeforeValidator(_betas), Takes("X,X")]
-Optimizer = Annotated[Literal["adamw", "sgd", "lion"], BeforeValidator(_optimizer)]
-ParamGroups = Annotated[
-    tuple[ParamGroup, ...], BeforeValidator(read_groups), Takes('"PATTERN: lr=X, weight-decay=X; …"')
-]
-StepRange = Annotated[tuple[int, int], BeforeValidator(_steps), Takes("N|N:N")]
 
 
 class _Group(BaseModel):
@@ -181,13 +103,19 @@ class ZeroConfig(_Group):
     prefetch: Count = Field(1, description="units gathered ahead of the one that runs under stage 3")
     resident: Natural = Field(65536, description="parameters with fewer elements than this stay whole under stage 3")
     tile: Count = Field(1, description="tiles a giant linear layer is cut into, gathered one at a time; 1: none")
+    delayed_update: Switch = Field(
+        False, description="update on the host while the next step runs, with weights one step old"
+    )
 
 
 class RecomputeConfig(_Group):
     """Which activations are computed again in the backward pass, and where what is kept lives."""
 
     mode: Literal["none", "selective", "full"] = Field(
-        "none", description="compute again: nothing, attention, whole layers"
+        "none", description="compute again: nothing, some operations, whole layers"
+    )
+    ops: RecomputeOps = Field(
+        ("attention",), description="what selective computes again: attention, activation (of the MLP), norm"
     )
     every: Count = Field(1, description="recompute each n-th layer")
     partition: Switch = Field(False, description="keep only a slice over tp of each saved input")
