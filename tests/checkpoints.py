@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.configs import batch, share
 from threed.engine import Engine
-from threed.zero.records import records
+from threed.zero.records import read, records
 
 
 def train(engine: Engine, count: int) -> list[float]:
@@ -17,8 +17,8 @@ def train(engine: Engine, count: int) -> list[float]:
 
 def state_of(engine: Engine) -> list[tuple[str, str, Tensor]]:
     """A copy of every box of weight and moments on this rank."""
-    engine.optimizer.settle()
-    return [(r.part, r.piece.name, r.values.clone()) for r in records(engine.optimizer)]
+    found = read(engine.optimizer, records(engine.optimizer))
+    return [(r.part, r.piece.name, values.clone()) for r, values in found]
 
 
 def distance(one: list[tuple[str, str, Tensor]], other: list[tuple[str, str, Tensor]]) -> float:

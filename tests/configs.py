@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,6 +38,9 @@ class Case:
     bucket_mib: float = 64.0
     shard: int | str = "all"
     prefetch: int = 1
+    offload_optimizer: str = "none"
+    offload_params: str = "none"
+    recompute: str = "none"  # none | full | selective | ... of RECOMPUTE
     layers: int = 5
     partition: str = "balanced"
 
@@ -54,9 +58,19 @@ class Case:
     def truth(self) -> Case:
         """The same training on one process in one micro-batch."""
         single = replace(self, pp=1, dp=1, tp=1, sequence=False, zero=0, schedule="1f1b", microbatches=1)
-        return replace(single, microbatches=-self.rows, bucket_mib=64.0, partition="balanced", shard="all", prefetch=1)
+        home = replace(single, offload_optimizer="none", offload_params="none", recompute="none")
+        return replace(home, microbatches=-self.rows, bucket_mib=64.0, partition="balanced", shard="all", prefetch=1)
 
 
+RECOMPUTE = {
+    "none": {},
+    "full": {"mode": "full"},
+    "half": {"mode": "full", "every": 2, "arena": True},
+    "sliced": {"mode": "full", "partition": True, "arena": True},
+    "cpu": {"mode": "full", "offload": "cpu"},
+    "nvme": {"mode": "full", "offload": "nvme"},
+    "selective": {"mode": "selective", "ops": ("attention", "activation", "norm")},
+}
 MODELS = {
     "gpt": {"arch": "gpt", "heads": 4},
     "gpt-untied": {"arch": "gpt", "heads": 4, "tied": False},
@@ -69,6 +83,7 @@ def config_of(case: Case) -> Config:
     """The resolved configuration of a case."""
     rows = -case.microbatches if case.microbatches < 0 else case.rows
     count = 1 if case.microbatches < 0 else case.microbatches
+    places = (case.offload_optimizer, case.offload_params, case.recompute)
     config = Config.model_validate({
         "parallel": {
             "tp": case.tp, "pp": case.pp, "sequence": case.sequence, "schedule": case.schedule,
@@ -76,9 +91,12 @@ def config_of(case: Case) -> Config:
         },
         "zero": {
             "stage": case.zero, "bucket_mib": case.bucket_mib, "shard_size": case.shard, "prefetch": case.prefetch,
+            "offload_optimizer": case.offload_optimizer, "offload_params": case.offload_params,
+            "nvme_path": tempfile.gettempdir() if "nvme" in places else None,
             "resident": 0,  # slice everything: the default keeps parameters as small as these whole
         },
         "precision": {"dtype": case.dtype},
+        "recompute": RECOMPUTE[case.recompute],
         "model": {"layers": case.layers, "hidden": 32, "seq": SEQ, "dropout": case.dropout, **MODELS[case.model]},
         "train": {"global_batch": rows, "micro_batch": rows // case.dp // count, "steps": 10, "grad_clip": 0.5},
         # eps: Adam amplifies rounding where gradients are near zero; two right summation orders differ by 7e-5 in a

@@ -285,6 +285,11 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
         ("--zero.shard-size 8 --parallel.tp 2 --zero.stage 3", 8, ["does not divide dp 4", "1, 2 or 4, or all"]),
         ("--zero.shard-size 2 --zero.stage 0", 8, ["nothing is sliced", "--zero.shard-size all", "--zero.stage 1"]),
         ("--zero.shard-size 3 --zero.stage 0", 8, ["nothing is sliced"]),
+        ("--zero.offload-optimizer cpu --zero.stage 0", 1, ["what ZeRO slices", "use --zero.stage 1, 2 or 3"]),
+        ("--zero.offload-params cpu --zero.stage 2", 2, ["parameters are whole", "use --zero.stage 3"]),
+        ("--zero.offload-optimizer nvme", 1, ["--zero.nvme-path FOLDER"]),
+        ("--zero.nvme-path /mnt", 1, ["--zero.offload-optimizer nvme, or leave it out"]),
+        ("--zero.delayed-update true", 1, ["use --zero.offload-optimizer cpu"]),
         ("--zero.shard-size 3 --parallel.tp 3 --model.heads 6 --model.hidden 96 --model.seq 96", 8, ["world size 8"]),
     ],
 )
@@ -309,6 +314,8 @@ def test_an_impossible_combination_is_refused_with_its_fix(line: str, world: int
         ("--zero.stage 0 --parallel.schedule gpipe --parallel.chunks 1", 8),
         ("--zero.stage 2 --zero.shard-size 2 --zero.bucket-mib 1", 8),
         ("--zero.stage 3 --zero.shard-size 4 --zero.prefetch 3 --zero.resident 0 --parallel.tp 2", 8),
+        ("--zero.stage 3 --zero.offload-optimizer nvme --zero.offload-params cpu --zero.nvme-path /mnt", 2),
+        ("--zero.offload-optimizer cpu --zero.delayed-update true", 2),
         ("--precision.dtype fp16 --precision.loss-scale 128 --precision.grad-dtype fp16", 1),
         ("--precision.dtype fp16 --precision.reduce-dtype bf16", 1),
         ("--optim.name sgd --optim.momentum 0", 1),
@@ -322,7 +329,6 @@ def test_what_works_is_not_refused(line: str, world: int) -> None:
 @pytest.mark.parametrize(
     "line",
     """--parallel.cp 2|--parallel.ep 2|--parallel.schedule zb-h1|--parallel.chunks 2|--parallel.partition measured
-    --zero.offload-optimizer cpu|--zero.offload-params nvme|--zero.nvme-path /mnt
     --zero.tile 4|--recompute.mode full|--recompute.every 2
     --recompute.partition true|--recompute.offload cpu|--recompute.arena true
     --precision.dtype fp8|--checkpoint.async true""".replace("\n", "|").split("|"),

@@ -15,6 +15,8 @@ from tests.configs import Case, batch, config_of, engine_of, share
 from tests.harness import run_ranks
 from threed.config import Config
 from threed.engine import Engine, StepMetrics
+from threed.zero.norm import squares
+from threed.zero.reducer import Gradient
 
 
 def with_(config: Config, **groups: dict[str, object]) -> Config:
@@ -30,9 +32,9 @@ def data(engine: Engine, step: int = 0) -> dict[str, Tensor]:
 def state(engine: Engine) -> list[Tensor]:
     """Copies of everything that a step changes."""
     engine.optimizer.settle()
-    held = [group.params if group.slices is None else group.slices for group in engine.layout.groups]
+    held = [group.params for group in engine.layout.groups if not group.sliced]
     for s in engine.optimizer.states:
-        held += [s.master, *s.moments.values()]
+        held += [home.fetch().wait() for home in (s.bucket.home, *s.homes.values())]
     return [tensor.clone() for tensor in (*held, engine.optimizer.updates)]
 
 
@@ -61,12 +63,16 @@ def poison_slice(engine: Engine, value: float, owned: bool = True) -> None:
     """The next step finds `value` in a slice of summed gradients that counts in the norm, if this rank has one."""
     inner = engine.reducer.finish
 
-    def finish() -> list[Tensor]:
+    def finish() -> list[Gradient]:
         engine.reducer.finish = inner  # type: ignore[method-assign]
-        slices = inner()
+        gradients = inner()
         fitting = (i for i, bucket in enumerate(engine.layout.buckets) if bucket.group.owned == owned)
-        slices[next(fitting, 0)][0] = value
-        return slices
+        gradient = gradients[next(fitting, 0)]
+        loan = gradient.home.fetch()
+        loan.wait()[0] = value
+        gradient.squares = squares(loan.wait())
+        loan.store()
+        return gradients
 
     engine.reducer.finish = finish  # type: ignore[method-assign]
 

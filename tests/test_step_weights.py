@@ -16,7 +16,7 @@ from threed.topology import Topology
 from threed.zero import layout
 from threed.zero.layout import Policy
 from threed.zero.records import records
-from threed.zero.reducer import Reducer
+from threed.zero.reducer import Gradient, Reducer
 
 
 def data(engine: Engine, step: int = 0) -> dict[str, Tensor]:
@@ -28,10 +28,11 @@ def data(engine: Engine, step: int = 0) -> dict[str, Tensor]:
 Boxes = list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], Tensor]]
 
 
-def owned_gradients(engine: Engine, slices: list[Tensor]) -> Boxes:
+def owned_gradients(engine: Engine, gradients: list[Gradient]) -> Boxes:
     """name, global shape, start, size and values of every gradient this rank answers for."""
     found: Boxes = []
-    for bucket, part in zip(engine.layout.buckets, slices, strict=True):
+    for bucket, gradient in zip(engine.layout.buckets, gradients, strict=True):
+        part = gradient.home.fetch().wait()
         for run in bucket.runs() if bucket.group.owned else ():
             for box in boxes(run.piece, run.first, run.last):
                 at = run.offset + box.offset
@@ -45,10 +46,10 @@ def step_with_gradients(case: Case) -> tuple[float, float, Boxes]:
     engine = engine_of(config_of(case))
     inner, kept = engine.reducer.finish, []
 
-    def finish() -> list[Tensor]:
-        slices = inner()
-        kept.extend(owned_gradients(engine, slices))
-        return slices
+    def finish() -> list[Gradient]:
+        gradients = inner()
+        kept.extend(owned_gradients(engine, gradients))
+        return gradients
 
     engine.reducer.finish = finish  # type: ignore[method-assign]
     metrics = engine.step(data(engine))
@@ -144,11 +145,11 @@ def test_masters_begin_from_unrounded_values() -> None:
         assert got.dtype == torch.float32
         assert torch.equal(got, want), name
     for record in records(narrow.optimizer, ("weight",)):
-        assert record.values.dtype == torch.float32
+        assert record.dtype == torch.float32
     for group in narrow.layout.groups:
         assert group.params.dtype == torch.bfloat16
         assert group.grads.dtype == torch.float32
-    masters = torch.cat([state.master for state in narrow.optimizer.states])
+    masters = torch.cat([state.weight.fetch().wait() for state in narrow.optimizer.states])
     params = torch.cat([b.group.params[b.own_first : b.own_last] for b in narrow.layout.buckets])
     assert torch.equal(params, masters.bfloat16())
     assert not torch.equal(params.float(), masters)

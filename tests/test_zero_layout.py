@@ -375,7 +375,7 @@ def check_padding() -> None:
         real = torch.zeros(bucket.own_last - bucket.own_first, dtype=torch.bool)
         for run in bucket.runs():
             real[run.offset : run.offset + run.last - run.first] = True
-        for values in (state.master, *state.moments.values()):
+        for values in (home.fetch().wait() for home in state.homes.values()):
             assert not values[~real].any()
 
 

@@ -104,7 +104,7 @@ def peak_of_gathered(prefetch: int, schedule_pp: int) -> tuple[int, int]:
     """The most bytes of gathered parameters there were at once in two steps, and the largest window of units."""
     case = Case(pp=schedule_pp, dp=2, zero=3, dtype="fp32", prefetch=prefetch, layers=6, model="gpt-untied")
     engine = engine_of(config_of(case))
-    sliced = [group for group in engine.layout.groups if group.slices is not None]
+    sliced = [group for group in engine.layout.groups if group.sliced]
     peak, inner = 0, Group.allocate
 
     def allocate(group: Group) -> None:

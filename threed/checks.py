@@ -40,16 +40,7 @@ REFUSALS = (
     Refusal("parallel", "schedule", ("1f1b", "gpipe"), "this schedule"),
     Refusal("parallel", "chunks", (None, 1), "more than one model chunk on a rank"),
     Refusal("parallel", "partition", ("balanced", "uniform"), "partition by measured cost", ("measured",)),
-    Refusal("zero", "offload_optimizer", ("none",), "offload of optimizer states"),
-    Refusal("zero", "offload_params", ("none",), "offload of parameters"),
-    Refusal("zero", "nvme_path", (None,), "offload to NVMe"),
     Refusal("zero", "tile", (1,), "tiling of linear layers"),
-    Refusal("zero", "delayed_update", (False,), "a delayed update"),
-    Refusal("recompute", "mode", ("none",), "recompute of activations"),
-    Refusal("recompute", "every", (1,), "recompute of activations"),
-    Refusal("recompute", "partition", (False,), "partition of saved activations"),
-    Refusal("recompute", "offload", ("none",), "offload of saved activations"),
-    Refusal("recompute", "arena", (False,), "an arena for saved activations"),
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
     Refusal("checkpoint", "async_", (False,), "saving while training goes on"),
 )
@@ -76,6 +67,8 @@ def find_problems(
         _check_arch,
         _check_layers,
         _check_sequence,
+        check_recompute,
+        _check_offload,
         _check_run,
         _check_export,
     ):
@@ -146,6 +139,35 @@ def _check_shard_size(config: Config, world_size: int) -> Iterator[str]:
         yield f"{given} does not divide dp {dp}: use {_listed(_divisors(dp))}, or all"
 
 
+def _check_offload(config: Config) -> Iterator[str]:
+    zero = config.zero
+    if zero.offload_optimizer != "none" and zero.stage == 0:
+        yield (
+            f"--zero.offload-optimizer {zero.offload_optimizer} with --zero.stage 0: it moves what ZeRO slices; "
+            "use --zero.stage 1, 2 or 3"
+        )
+    if zero.offload_params != "none" and zero.stage != 3:
+        yield (
+            f"--zero.offload-params {zero.offload_params} with --zero.stage {zero.stage}: parameters are whole "
+            "there; use --zero.stage 3"
+        )
+    to_nvme = [
+        flag
+        for flag, place in (
+            ("--zero.offload-optimizer", zero.offload_optimizer),
+            ("--zero.offload-params", zero.offload_params),
+            ("--recompute.offload", config.recompute.offload),
+        )
+        if place == "nvme"
+    ]
+    if to_nvme and zero.nvme_path is None:
+        yield f"{to_nvme[0]} nvme: say where with --zero.nvme-path FOLDER, on a fast local drive"
+    if zero.nvme_path is not None and not to_nvme:
+        yield "--zero.nvme-path without anything offloaded to it: use --zero.offload-optimizer nvme, or leave it out"
+    if zero.delayed_update and zero.offload_optimizer != "cpu":
+        yield "--zero.delayed-update true works on optimizer states in host memory: use --zero.offload-optimizer cpu"
+
+
 def _check_heads(config: Config) -> Iterator[str]:
     model, tp = config.model, config.parallel.tp
     kv_heads = model.kv_heads or model.heads
@@ -198,6 +220,30 @@ def _check_sequence(config: Config) -> Iterator[str]:
             f"--model.seq {seq} is not divisible by --parallel.tp {tp}: use {_around(seq, tp)}, "
             f"or turn sequence parallelism off with --parallel.sequence false"
         )
+
+
+def check_recompute(config: Config) -> Iterator[str]:
+    """Keys of recompute that would do nothing, or cannot be done, beside the others."""
+    r, tp = config.recompute, config.parallel.tp
+    if r.mode == "none" and r.every > 1:
+        yield f"--recompute.every {r.every} with --recompute.mode none: use --recompute.mode full or selective"
+    if r.mode != "selective" and r.ops != type(r)().ops:
+        yield f"--recompute.ops {_as_written(r.ops)} is for --recompute.mode selective, not {r.mode}"
+    if r.mode == "selective" and not r.ops:
+        yield "--recompute.mode selective without --recompute.ops: name attention, activation or norm"
+    inputs = {"partition": r.partition, "offload": r.offload, "arena": r.arena}
+    for key, value in inputs.items() if r.mode != "full" else ():
+        if value not in (False, "none"):
+            yield (
+                f"--recompute.{key} {_as_written(value)} with --recompute.mode {r.mode}: it is about the inputs that "
+                f"recompute of whole layers keeps; use --recompute.mode full"
+            )
+    if r.partition and tp == 1:
+        yield "--recompute.partition true with --parallel.tp 1: there is no other rank to slice over; leave it out"
+    if r.offload == "nvme" and config.zero.nvme_path is None:
+        yield "--recompute.offload nvme: say where with --zero.nvme-path FOLDER, on a fast local drive"
+    if r.offload == "nvme" and r.arena:
+        yield "--recompute.arena true with --recompute.offload nvme: a drive has buffers of constant size; leave it out"
 
 
 def _check_batch(config: Config, world_size: int) -> Iterator[str]:

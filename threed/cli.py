@@ -119,6 +119,7 @@ def _inspect(a: argparse.Namespace) -> None:
 def _machine_facts() -> str:
     import torch
 
+    from threed import native
     from threed.topology import backends
 
     lines = [f"python       {platform.python_version()}"]
@@ -130,7 +131,9 @@ def _machine_facts() -> str:
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines.append(f"devices      {', '.join(devices) or f'CPU, {torch.get_num_threads()} threads in this process'}")
     lines.append(f"backends     {', '.join(backends()) or 'none'}")
-    lines.append("kernels      none is native in this version: torch's own operators run everywhere")
+    for name, found in native.status().items():
+        found = found.replace("\n", "\n" + " " * 13)
+        lines.append(f"{f'kernels {name}':<12} {found}")
     return "\n".join(lines)
 
 

@@ -32,7 +32,7 @@ from threed.config import Config, ConfigError, resolve
 from threed.layers import MicroBatch
 from threed.models import Model, Wrapped
 from threed.models.wrapped import find_references
-from threed.pipeline import build
+from threed.pipeline import build, checkpoints
 from threed.pipeline.executor import Boundary, Executor, Span
 from threed.pipeline.stage import Stage, Whole
 from threed.pipeline.transport import Links, Transport
@@ -127,6 +127,8 @@ class Engine:
         self.model = self._as_model(model)
         self.wrapped = self.model if isinstance(self.model, Wrapped) else None
         self.config = config = resolve(config, 0, topology.world) if self.wrapped else config
+        if self.wrapped is not None:
+            checkpoints.enable(self.wrapped.module, config)
         self.steps = self.consumed = 0
         self._begun = False
         self.dtype = dtype(config.precision.dtype)
@@ -139,14 +141,16 @@ class Engine:
         self.optimizer = Optimizer(
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
             learning_rate or self._learning_rate(), grad_clip=config.train.grad_clip,
-            loss_scale=loss_scale or setup.loss_scale(config.precision),
+            loss_scale=loss_scale or setup.loss_scale(config.precision), delayed=config.zero.delayed_update,
         )  # fmt: skip
         self._check_same_buckets()
         if self.wrapped is not None:
             self.wrapped.agree(topology.axis("dp"), topology.device)
         records.fill(self.optimizer, self._initial_value, (records.WEIGHT,))
         self.hooks = self._hook_up(mine)
-        stage = Stage(mine, Whole() if self.wrapped else self.gatherer, config.zero.prefetch)
+        stage = Stage(
+            mine, Whole() if self.wrapped else self.gatherer, config.zero.prefetch, recomputed=self._recomputed
+        )  # fmt: skip
         self.executor = Executor(
             [stage], transport or Links(topology), self.stage_index, self.reducer.all_passes_ended, self._pass_ended
         )
@@ -168,6 +172,9 @@ class Engine:
         self.ranges = build.partition(config.parallel.partition, costs, topology.pp)
         self.stage_index = topology.axis("pp").index
         mine = [layers[index] for index in self.ranges[self.stage_index]]
+        held = self.ranges[self.stage_index]
+        own = layers if self.wrapped is None else ()  # a wrapped module recomputes by itself
+        self._recomputed = checkpoints.build(config, own, held, self.model.slicing, topology)
         tied = build.tied_weights(layers, self.ranges)
         axes = {name for name in setup.shard_axes(config, topology) if name}
         topology.prepare(build.blocks(layers) | axes, tied.values())
@@ -177,6 +184,7 @@ class Engine:
                 [f"--zero.stage 3: {', '.join(beside)} refer to parameters that will be slices; use stage 2"]
             )
         self.layout = layout.build(units, tied, topology, setup.policy(config, topology))
+        setup.size_buffers(self.layout, len(setup.rule(config.optim).parts), config.zero.prefetch)
         trainable = collectives.exchange(bool(self.layout.buckets), topology.axis("world"))
         if not any(trainable):
             raise ValueError("the model has no parameter to train: all have requires_grad off")
@@ -271,9 +279,9 @@ class Engine:
         times = [time.perf_counter()]
         self._begun = False
         self.gatherer.release_all()
-        slices = self.reducer.finish()
+        gradients = self.reducer.finish()
         times.append(time.perf_counter())
-        update = self.optimizer.step(slices, loss)
+        update = self.optimizer.step(gradients, loss)
         times.append(time.perf_counter())
         self.steps += 1
         seconds = dict(zip(PHASES, (self._backwards_s, times[1] - times[0], times[2] - times[1]), strict=True))

@@ -52,17 +52,20 @@ class ShardSpec:
     replicated: the axis whose ranks all hold these same values ("tp", or "tp/2" for blocks of two), or None.
     partial: the axis over which the gradient is only a part and must be summed, or None.
     decay: whether weight decay applies (matrices do, norms and biases do not).
+    tile: (index, count) of a tile of a larger matrix, which is whole only while it is used; else (0, 1).
     """
 
     pieces: tuple[Piece, ...]
     replicated: str | None = None
     partial: str | None = None
     decay: bool = True
+    tile: tuple[int, int] = (0, 1)
 
     @property
     def name(self) -> str:
-        """The name that tells this parameter from others on the same rank: its pieces' names, joined."""
-        return "+".join(piece.name for piece in self.pieces)
+        """The name that tells this parameter from others on the same rank: its pieces' names, joined, and its tile."""
+        name, (index, count) = "+".join(piece.name for piece in self.pieces), self.tile
+        return name if count == 1 else f"{name}[{index}/{count}]"
 
 
 def parameter(spec: ShardSpec, shape: Sequence[int]) -> nn.Parameter:

@@ -131,8 +131,7 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self.topology.device)
             return 0
         process.reset_peak_rss()
-        held = [g.params if g.slices is None else g.slices for g in self.engine.layout.groups]
-        return process.peak_rss_bytes() - sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return process.peak_rss_bytes() - sum(group.nbytes for group in self.engine.layout.groups)
 
     def _greet(self) -> None:
         """Says what is about to happen, and keeps the configuration."""

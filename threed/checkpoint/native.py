@@ -29,14 +29,14 @@ from threed.checkpoint.files import (
     check_space,
     publish,
     sha256,
-    write_tensors,
+    stream_tensors,
     write_text,
 )
 from threed.config import Config
 from threed.sharding import Box, Piece, intersect
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import WEIGHT, Record, fill, records
+from threed.zero.records import WEIGHT, Record, fill, read, records
 
 FORMAT = "threed-checkpoint"
 VERSION = 1
@@ -51,10 +51,10 @@ def save(path: Path, optimizer: Optimizer, topology: Topology, config: Config, s
     """Writes the checkpoint folder `path`, whole or not at all. Collective; CheckpointError on every rank alike."""
     everyone, building = topology.axis("world"), building_place(path)
     mine = [record for record in records(optimizer) if record.owned]
-    sizes = collectives.exchange(sum(_nbytes(record.values) for record in mine), everyone)
+    sizes = collectives.exchange(sum(record.nbytes for record in mine), everyone)
     problem = _prepare(building, path, sum(sizes)) if everyone.index == 0 else None
     _agree(collectives.exchange(problem, everyone), building, everyone)
-    entry = _write_mine(building, everyone.index, mine)
+    entry = _write_mine(building, everyone.index, optimizer, mine)
     entries = collectives.exchange(entry, everyone)
     _agree([e.get("error") for e in entries], building, everyone)
     problem = None
@@ -64,10 +64,6 @@ def save(path: Path, optimizer: Optimizer, topology: Topology, config: Config, s
         problem = _publish(building, path, body)
     _agree(collectives.exchange(problem, everyone), building, everyone)
     return path
-
-
-def _nbytes(values: Tensor) -> int:
-    return values.numel() * values.element_size()
 
 
 def _prepare(building: Path, path: Path, needed: int) -> str | None:
@@ -82,17 +78,15 @@ def _prepare(building: Path, path: Path, needed: int) -> str | None:
     return None
 
 
-def _write_mine(building: Path, rank: int, mine: list[Record]) -> dict[str, Any]:
+def _write_mine(building: Path, rank: int, optimizer: Optimizer, mine: list[Record]) -> dict[str, Any]:
     """Writes this rank's file; what the manifest says of it, or the error."""
     file = f"rank-{rank:05d}.safetensors"
-    tensors, boxes = {}, []
-    for number, record in enumerate(mine):
-        tensors[str(number)] = record.values
-        boxes.append([record.part, record.piece.name, record.piece.shape, record.box.start, record.box.size])
+    about = {str(number): (record.dtype, record.box.size) for number, record in enumerate(mine)}
+    boxes = [[r.part, r.piece.name, r.piece.shape, r.box.start, r.box.size] for r in mine]
     if not mine:
         return {"boxes": []}
     try:
-        digest = write_tensors(building / file, tensors)
+        digest = stream_tensors(building / file, about, (values for _, values in read(optimizer, mine)))
         return {"file": file, "sha256": digest, "size": (building / file).stat().st_size, "boxes": boxes}
     except OSError as error:
         return {"error": f"rank {rank} could not write {building / file}: {error}"}
@@ -299,7 +293,8 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
     mine = [record for record in records(optimizer, (part,)) if record.owned]
     wide = torch.float64 if optimizer.layout.policy.param_dtype == torch.float64 else torch.float32
     empty = torch.empty(0, dtype=wide, device=topology.device)
-    flat = torch.cat([empty, *(record.values.reshape(-1).to(wide) for record in mine)])
+    held = (values.reshape(-1).to(wide, copy=True) for _, values in read(optimizer, mine))
+    flat = torch.cat([empty, *(values.to(topology.device) for values in held)])
     about = [[r.piece.name, r.piece.shape, r.box.start, r.box.size] for r in mine]
     full: dict[str, Tensor] = {}
     everything = collectives.exchange(about, everyone)

@@ -14,6 +14,7 @@ from threed.layers.loss import LanguageModelHead
 from threed.layers.mlp import MLP, GatedMLP
 from threed.layers.norm import LayerNorm, RMSNorm
 from threed.layers.slicing import MicroBatch, Slicing
+from threed.layers.tiled import TiledLinear
 
 __all__ = [
     "MLP",
@@ -30,5 +31,6 @@ __all__ = [
     "RMSNorm",
     "RowLinear",
     "Slicing",
+    "TiledLinear",
     "VocabEmbedding",
 ]

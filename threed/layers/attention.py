@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from threed import collectives
 from threed.layers.linear import ColumnLinear, RowLinear
 from threed.layers.norm import RMSNorm
+from threed.layers.recompute import Recompute
 from threed.layers.slicing import Slicing
 
 
@@ -45,6 +46,8 @@ class Attention(nn.Module):
     positions, or None. qk_norm: RMSNorm of every query and key head (Qwen3), with one weight [d] for all heads.
     """
 
+    recompute = Recompute()
+
     def __init__(
         self, name: str, hidden: int, heads: int, slicing: Slicing, *, kv_heads: int | None = None,
         head_dim: int | None = None, bias: bool = True, rotary: float | None = None, qk_norm: bool = False,
@@ -70,23 +73,33 @@ class Attention(nn.Module):
         self.out = RowLinear(f"{name}.out", heads * d, hidden, slicing, std=out_std, bias=bias, multiple=d)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self._project(x)
+        return self.out(self.recompute.run("attention", self._core, *self._project(x)))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values in one tensor [s b (a+2k)/t d]; queries and the others where these are shared."""
+        if self.qkv is not None:
+            return (self.recompute.column(self.qkv, x),)
+        if self.slicing.scattered:
+            x = self.recompute.run("norm", functools.partial(collectives.gather_from, axis=self.slicing.tp), x)
+        else:
+            x = collectives.copy_to(x, self.slicing.tp)
+        return self.query(x), self.key_value(x)
+
+    def _core(self, *projected: Tensor) -> Tensor:
+        """Heads' norms, rotary positions and attention -> [s b (a/t d)]."""
+        q, k, v = self._heads(*projected)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary is not None:
             q, k = rotate(q, self.rotary), rotate(k, self.rotary)
         q, k, v = (rearrange(part, "s b a d -> b a s d") for part in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
-        return self.out(rearrange(y, "b a s d -> s b (a d)"))
+        return rearrange(y, "b a s d -> s b (a d)")
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [s b a/t d], key and value [s b k/t d]."""
         sizes = [self.heads * self.d, self.kv_heads * self.d, self.kv_heads * self.d]
-        if self.qkv is not None:
-            parts = self.qkv(x).split(sizes, dim=-1)
-        else:
-            whole = collectives.gather_from if self.slicing.scattered else collectives.copy_to
-            x = whole(x, self.slicing.tp)
-            parts = (self.query(x), *self.key_value(x).split(sizes[1:], dim=-1))
+        *query, rest = projected
+        parts = (*query, *rest.split(sizes[len(query) :], dim=-1))
         q, k, v = (rearrange(part, "s b (a d) -> s b a d", d=self.d) for part in parts)
         return q, k, v

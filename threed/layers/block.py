@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
+from threed.layers.recompute import Recompute
 from threed.layers.slicing import MicroBatch, Slicing
 
 
@@ -13,6 +14,7 @@ class Embedding(nn.Module):
     """Token ids -> x [s b h] (or [s/t b h]): word vectors, learned positions if any, dropout."""
 
     backward_reads_weights = False
+    recomputable = False  # its output is a look-up, and a mask of a byte
 
     def __init__(
         self, name: str, vocab: int, hidden: int, slicing: Slicing, *, positions: int | None = None,
@@ -36,6 +38,8 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches: [s b h] -> [s b h] (or [s/t b h])."""
 
+    recompute = Recompute()
+
     def __init__(
         self, name: str, norms: tuple[nn.Module, nn.Module], attention: nn.Module, mlp: nn.Module, slicing: Slicing, *,
         dropout: float = 0.0,
@@ -48,5 +52,5 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(f"{name}.mlp.dropout", dropout, slicing)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x)), micro)
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), micro)
+        x = x + self.attention_dropout(self.attention(self.recompute.run("norm", self.attention_norm, x)), micro)
+        return x + self.mlp_dropout(self.mlp(self.recompute.run("norm", self.mlp_norm, x)), micro)

@@ -7,6 +7,8 @@
 
 With sequence parallelism f gathers [s/t b h] to [s b h] and reduce-scatters backward, g the other way round: the same
 bytes. The sum of the input's gradient travels while the weight's gradient is computed.
+
+With `Slicing.tile` this rank's matrix is cut by rows again, into tiles that are whole one at a time (`layers.tiled`).
 """
 
 from __future__ import annotations
@@ -20,11 +22,10 @@ from torch import Tensor, nn
 from threed import collectives
 from threed.collectives import split
 from threed.layers.slicing import Slicing, weight_gradient
+from threed.layers.tiled import LOCAL, add_weight, tiled_linear, tiles_of
 from threed.ops import matmul
 from threed.sharding import ShardSpec, matrix, parameter, vector
-from threed.topology import Axis, alone
-
-LOCAL = alone()
+from threed.topology import Axis
 
 
 class _Linear(torch.autograd.Function):
@@ -35,7 +36,7 @@ class _Linear(torch.autograd.Function):
         if gather:
             x = collectives.all_gather(x, axis)
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.gather = axis, gather
+        ctx.weight, ctx.axis, ctx.gather = weight, axis, gather
         return matmul.linear(x, weight, bias)
 
     @staticmethod
@@ -47,7 +48,8 @@ class _Linear(torch.autograd.Function):
         if need_dx:
             reduce = collectives.start_reduce_scatter if ctx.gather else collectives.start_all_reduce
             pending = reduce(matmul.linear(dy, weight.t()), ctx.axis)
-        dw = weight_gradient(weight, dy, x) if need_dw else None
+        # Of the parameter itself: what was saved comes back as another tensor where hooks have kept it.
+        dw = weight_gradient(ctx.weight, dy, x) if need_dw else None
         db = dy.flatten(0, -2).sum(0) if need_db else None
         return pending.wait() if pending else None, dw, db, None, None
 
@@ -56,6 +58,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, axis: Axis = L
     """x [... in] -> [... out], with this layer's f on `axis`; weight [out in] may be a slice of a larger one."""
     out: Tensor = _Linear.apply(x, weight, bias, axis, gather)
     return out
+
+
+def _product(layer: nn.Module, x: Tensor, bias: Tensor | None, axis: Axis, gather: bool) -> Tensor:
+    """What a layer's weight makes of x: in one product, or tile by tile."""
+    weights = tiles_of(layer)
+    if len(weights) == 1:
+        return linear(x, weights[0], bias, axis, gather)
+    return tiled_linear(x, weights, bias, axis, gather)
 
 
 class ColumnLinear(nn.Module):
@@ -80,11 +90,11 @@ class ColumnLinear(nn.Module):
             biases.append(vector(f"{name}.{part}.bias", out, (first, last), offset=rows))
             rows += last - first
         same = f"tp/{shared}" if shared > 1 else None
-        self.weight = parameter(ShardSpec(tuple(weights), same, same), (rows, inputs))
+        add_weight(self, ShardSpec(tuple(weights), same, same), (rows, inputs), slicing.tile)
         self.bias = parameter(ShardSpec(tuple(biases), same, same, decay=False), (rows,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.axis, self.gather)
+        return _product(self, x, self.bias, self.axis, self.gather)
 
 
 class RowLinear(nn.Module):
@@ -102,11 +112,11 @@ class RowLinear(nn.Module):
         tp = slicing.tp
         first, last = (multiple * n for n in split(inputs // multiple, tp.size, tp.index))
         piece = matrix(f"{name}.weight", (outputs, inputs), 1, (first, last), std)
-        self.weight = parameter(ShardSpec((piece,)), (outputs, last - first))
+        add_weight(self, ShardSpec((piece,)), (outputs, last - first), slicing.tile)
         spec = ShardSpec((vector(f"{name}.bias", outputs),), slicing.replicated, slicing.partial, decay=False)
         self.bias = parameter(spec, (outputs,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         total = collectives.scatter_to if self.slicing.scattered else collectives.reduce_from
-        y = total(linear(x, self.weight), self.slicing.tp)
+        y = total(_product(self, x, None, LOCAL, False), self.slicing.tp)
         return y if self.bias is None else y + self.bias

@@ -18,6 +18,8 @@ class LanguageModelHead(nn.Module):
     weight_name: the global name of the [v h] projection; the word table's name when head and embedding are tied.
     """
 
+    recomputable = False  # on the last stage its backward follows at once
+
     def __init__(
         self,
         name: str,

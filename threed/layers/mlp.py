@@ -6,11 +6,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threed.layers.linear import ColumnLinear, RowLinear
+from threed.layers.recompute import Recompute
 from threed.layers.slicing import Slicing
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU in its tanh form."""
+    return F.gelu(x, approximate="tanh")
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up: [... 2f] -> [... f]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class MLP(nn.Module):
     """down(gelu(up(x))): x [s b h] -> [s b h] (both [s/t b h] when sequences are cut); GELU in its tanh form."""
+
+    recompute = Recompute()
 
     def __init__(
         self, name: str, hidden: int, ffn: int, slicing: Slicing, *, bias: bool = True, std: float = 0.02,
@@ -21,11 +35,13 @@ class MLP(nn.Module):
         self.down = RowLinear(f"{name}.down", ffn, hidden, slicing, std=out_std, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(self.recompute.run("activation", gelu, self.recompute.column(self.up, x)))
 
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv 2002.05202): x [s b h] -> [s b h]; gate and up are one matmul."""
+
+    recompute = Recompute()
 
     def __init__(
         self, name: str, hidden: int, ffn: int, slicing: Slicing, *, bias: bool = False, std: float = 0.02,
@@ -36,5 +52,4 @@ class GatedMLP(nn.Module):
         self.down = RowLinear(f"{name}.down", ffn, hidden, slicing, std=out_std, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.recompute.run("activation", swiglu, self.recompute.column(self.gate_up, x)))

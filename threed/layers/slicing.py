@@ -17,12 +17,13 @@ class Slicing:
     """How layers are sliced: over which axis, whether sequences are too, and the seed of dropout.
 
     tp: the tensor-parallel axis. sequence: activations between column- and row-parallel layers are cut along the
-    sequence (arXiv 2205.05198, section 4.2.2).
+    sequence (arXiv 2205.05198, section 4.2.2). tile: tiles that every linear layer is cut into (see `layers.tiled`).
     """
 
     tp: Axis = field(default_factory=alone)
     sequence: bool = False
     seed: int = 1234
+    tile: int = 1
 
     @property
     def scattered(self) -> bool:
@@ -86,6 +87,27 @@ class GradSink(Protocol):
 def sink_of(weight: Tensor) -> GradSink | None:
     """The sink of a parameter, if it has one."""
     return getattr(weight, "sink", None)
+
+
+class Gate(Protocol):
+    """Makes a tile's weight whole while it is used; in between its storage may be empty, and must not be read.
+
+    A layer asks `weight.gate`; a weight without one is always whole.
+    """
+
+    def open(self) -> None:
+        """Waits until the weight is whole; begins to make it so if `ahead` has not."""
+
+    def ahead(self) -> None:
+        """Begins to make the weight whole, for the next `open`."""
+
+    def close(self) -> None:
+        """The weight is not needed any more, for now."""
+
+
+def gate_of(weight: Tensor) -> Gate | None:
+    """The gate of a parameter, if it has one."""
+    return getattr(weight, "gate", None)
 
 
 def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:

@@ -1,18 +1,31 @@
-"""AdamW (arXiv 1711.05101) on a flat slice: a plain reference, and the fused kernel that torch ships.
+"""AdamW (arXiv 1711.05101) on a flat slice: a plain reference, a kernel of our own for the CPU, and torch's.
+
+    Adam.update(p, g, state, now, decay, out)      the fastest of these that can run here:
+        torch.ops.threed.adamw_                    csrc/cpu: one pass over everything, any gradient, writes `out` too
+        adamw_                                     torch's fused kernel: CUDA, and CPUs without a compiler
+        reference                                  the formulas
 
 All scalars that change (learning rate, step, clip factor, skip flag) are tensors, so that a step reads nothing on the
-host.
+host; native code gets their addresses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from threed import native
 from threed.ops.update import Moment, needs_reference
+
+# As in csrc/cpu/number.h.
+FORMATS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}
+STATES, OUTPUTS = (torch.float32, torch.float64), (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -24,10 +37,18 @@ class Adam:
     eps: float = 1e-8
     parts: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
-    def update(self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float) -> None:
-        """One update in place, by the fused kernel."""
+    def update(
+        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float, out: Tensor | None = None
+    ) -> None:
+        """One update in place, by the fastest kernel there is."""
+        if p.device.type == "cpu" and p.dtype in STATES and _kernel() is not None:
+            scalars = [_on_host(number) for number in (now.lr, now.step, now.scale, now.skip)]
+            torch.ops.threed.adamw_(p, *state, g, out, *scalars, self.beta1, self.beta2, self.eps, decay)
+            return
         step = reference if needs_reference(p) else adamw_
         step(p, g, state[0], state[1], now, self, decay)
+        if out is not None:
+            out.copy_(p)
 
 
 def reference(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: Moment, adam: Adam, decay: float) -> None:
@@ -57,3 +78,77 @@ def adamw_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: Moment, adam: Adam, 
         [p], [g], [m], [v], [], [now.step.float()], lr=lr, beta1=adam.beta1, beta2=adam.beta2, weight_decay=decay,
         eps=adam.eps, amsgrad=False, maximize=False, grad_scale=scale, found_inf=now.skip.float(),
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- our kernel
+
+
+def _on_host(number: Tensor) -> Tensor:
+    """A scalar whose address native code can read."""
+    return number if number.dtype == torch.float64 and number.device.type == "cpu" else number.to("cpu", torch.float64)
+
+
+@functools.cache
+def _kernel() -> Callable[..., int] | None:
+    """`threed_adamw` of csrc/cpu/adam.cpp, with its types; None without the library."""
+    library = native.library("cpu")
+    if library is None:
+        return None
+    pointer, number, integer = ctypes.c_void_p, ctypes.c_double, ctypes.c_int
+    kernel = library.threed_adamw
+    kernel.restype = integer
+    kernel.argtypes = (
+        *(pointer,) * 5, ctypes.c_int64, *(integer,) * 3, *(pointer,) * 4, *(number,) * 4, integer, ctypes.c_char_p
+    )  # fmt: skip
+    return kernel
+
+
+def call_native(
+    p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor | None, lr: Tensor, step: Tensor, scale: Tensor,
+    skip: Tensor, beta1: float, beta2: float, eps: float, decay: float, *, instructions: str | None = None,
+) -> None:  # fmt: skip
+    """`torch.ops.threed.adamw_` on the CPU, in torch's number of threads; the result does not depend on that.
+
+    p, m, v: [n] of fp32 or fp64. g: [n] of fp32, bf16, fp16 or fp64, left as it is. out: [n] of fp32, bf16 or fp16,
+    gets the new p. lr, step, scale, skip: fp64 scalars. instructions: "avx512", "avx2" or "portable" instead of the
+    processor's best. ValueError for other tensors, RuntimeError without the library or the instructions.
+    """
+    tensors = (p, m, v, g) if out is None else (p, m, v, g, out)
+    _check(tensors, (lr, step, scale, skip), out)
+    kernel = _kernel()
+    if kernel is None:
+        raise RuntimeError("threed has no native library for the CPU here: `threed inspect` says why")
+    code = kernel(
+        p.data_ptr(), m.data_ptr(), v.data_ptr(), g.data_ptr(), None if out is None else out.data_ptr(), p.numel(),
+        FORMATS[p.dtype], FORMATS[g.dtype], FORMATS[None if out is None else out.dtype],
+        lr.data_ptr(), step.data_ptr(), scale.data_ptr(), skip.data_ptr(), beta1, beta2, eps, decay,
+        torch.get_num_threads(), None if instructions is None else instructions.encode(),
+    )  # fmt: skip
+    if code:
+        raise RuntimeError(f"threed_adamw: {os.strerror(code)} (instructions {instructions or 'of this processor'})")
+    torch.autograd.graph.increment_version([t for t in tensors if t is not g])  # it wrote behind autograd's back
+
+
+def _check(tensors: Sequence[Tensor], scalars: Sequence[Tensor], out: Tensor | None) -> None:
+    """Refuses what the kernel, which sees only addresses, would misread."""
+    p, m, v, g = tensors[:4]
+    fits = p.dtype in STATES and m.dtype == v.dtype == p.dtype and g.dtype in FORMATS
+    if not fits or (out is not None and out.dtype not in OUTPUTS):
+        raise ValueError(f"adamw_ takes p, m, v of one of {STATES}, and out of one of {OUTPUTS}; {_words(tensors)}")
+    if any(t.numel() != p.numel() or not t.is_contiguous() or t.device.type != "cpu" for t in tensors):
+        raise ValueError(f"adamw_ takes contiguous CPU tensors of one length; {_words(tensors)}")
+    if any(t.numel() != 1 or t.dtype != torch.float64 or t.device.type != "cpu" for t in scalars):
+        raise ValueError(f"adamw_ takes lr, step, scale and skip as fp64 scalars on the CPU; {_words(scalars)}")
+
+
+def _words(tensors: Sequence[Tensor]) -> str:
+    return "got " + ", ".join(f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for t in tensors)
+
+
+_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # registrations last as long as it
+_LIBRARY.define(
+    "adamw_(Tensor(a!) p, Tensor(b!) m, Tensor(c!) v, Tensor g, Tensor(d!)? out, Tensor lr, Tensor step, "
+    "Tensor scale, Tensor skip, float beta1, float beta2, float eps, float decay) -> ()"
+)
+_LIBRARY.impl("adamw_", call_native, "CPU")
+torch.library.register_fake("threed::adamw_", lambda *args: None, lib=_LIBRARY)

@@ -26,14 +26,18 @@ class Lion:
     beta2: float = 0.99
     parts: tuple[str, ...] = ("exp_avg",)
 
-    def update(self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float) -> None:
+    def update(
+        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float, out: Tensor | None = None
+    ) -> None:
         """One update in place, by the fused kernel."""
         if needs_reference(p):
             reference(p, g, state, now, self, decay)
-            return
-        size = max(1, p.numel()) if p.is_cuda else CHUNK
-        for part, grad, m in zip(p.split(size), g.split(size), state[0].split(size), strict=True):
-            _update(part, grad, m, now, self, decay)
+        else:
+            size = max(1, p.numel()) if p.is_cuda else CHUNK
+            for part, grad, m in zip(p.split(size), g.split(size), state[0].split(size), strict=True):
+                _update(part, grad, m, now, self, decay)
+        if out is not None:
+            out.copy_(p)
 
 
 def _update(p: Tensor, g: Tensor, m: Tensor, now: Moment, lion: Lion, decay: float) -> None:

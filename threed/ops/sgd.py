@@ -26,23 +26,31 @@ class SGD:
         """The momentum buffer, if there is momentum."""
         return ("momentum_buffer",) if self.momentum else ()
 
-    def update(self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float) -> None:
+    def update(
+        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float, out: Tensor | None = None
+    ) -> None:
         """One update in place, by the fused kernel."""
         if needs_reference(p):
             reference(p, g, state, now, self, decay)
-            return
-        if g.dtype != p.dtype:
-            g = g.to(p.dtype)
-        scale, lr = None, now.lr
-        if p.dtype == torch.float32:
-            scale, lr = now.scale.float().reciprocal(), now.lr.float()  # the kernel divides, and reads both as fp32
         else:
-            g.mul_(now.scale.to(p.dtype))
-        # A buffer of zeros becomes the gradient: no first step of its own.
-        torch.ops.aten._fused_sgd_.tensor_lr(
-            [p], [g], list(state), weight_decay=decay, momentum=self.momentum, lr=lr, dampening=0.0,
-            nesterov=self.nesterov, maximize=False, is_first_step=False, grad_scale=scale, found_inf=now.skip.float(),
-        )  # fmt: skip
+            _fused(p, g, state, now, self, decay)
+        if out is not None:
+            out.copy_(p)
+
+
+def _fused(p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, sgd: SGD, decay: float) -> None:
+    if g.dtype != p.dtype:
+        g = g.to(p.dtype)
+    scale, lr = None, now.lr
+    if p.dtype == torch.float32:
+        scale, lr = now.scale.float().reciprocal(), now.lr.float()  # the kernel divides, and reads both as fp32
+    else:
+        g.mul_(now.scale.to(p.dtype))
+    # A buffer of zeros becomes the gradient: no first step of its own.
+    torch.ops.aten._fused_sgd_.tensor_lr(
+        [p], [g], list(state), weight_decay=decay, momentum=sgd.momentum, lr=lr, dampening=0.0,
+        nesterov=sgd.nesterov, maximize=False, is_first_step=False, grad_scale=scale, found_inf=now.skip.float(),
+    )  # fmt: skip
 
 
 def reference(p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, sgd: SGD, decay: float) -> None:

@@ -30,10 +30,14 @@ class Rule(Protocol):
     @property
     def parts(self) -> tuple[str, ...]: ...
 
-    def update(self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float) -> None:
+    def update(
+        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float, out: Tensor | None = None
+    ) -> None:
         """One update of p [n] and its state, in place, from the gradient g [n] (used up).
 
-        Nothing is read on the host; where `now.skip` is set, not a bit changes.
+        out: [n], usually narrower than p; gets the new p, in the same pass where the kernel can. After a skipped step
+        it may hold p, or what it held. Nothing is read on the host; where `now.skip` is set, not a bit of the others
+        changes.
         """
 
 

@@ -3,18 +3,25 @@
 Layer by layer: each is a unit that is gathered before it runs and released after, and has a graph of its own. A
 micro-batch holds an edge into every layer's graph, not the layer's output: so an activation that was sent to the next
 stage is free as soon as it has left, and no output need be kept for its shape.
+
+A layer that is recomputed has no graph until its backward comes: its forward keeps its input only, and runs again,
+while the layer's weights are whole for the backward anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from threed.layers.recompute import Draws
 from threed.layers.slicing import MicroBatch
+from threed.pipeline.checkpoints import BRING_AHEAD, FETCH_AHEAD, Kept, Recomputed
 from threed.schedules.window import first_units, walk
 
 
@@ -44,27 +51,57 @@ class Whole:
         """Keeps them."""
 
 
+@dataclass(eq=False)
+class Frame:
+    """What backward needs of one layer: its input, which gets the gradient, and an edge into its graph; or what the
+    graph is made of when its time comes."""
+
+    x: Tensor | None = None
+    edge: GradientEdge | None = None
+    again: Again | None = None
+
+
+@dataclass(eq=False)
+class Again:
+    """What a layer's forward needs to run again; kept: its input, None on the model's first layer."""
+
+    kept: Kept | None
+    needs_dx: bool
+    draws: Draws
+    micro: MicroBatch
+
+
 class Stage:
     """The layers [first, first + len(layers)) among those that this rank holds, as one function of a micro-batch.
 
     forward(m, x, micro) -> y;  backward(m, dy) -> dx.  x is None on the model's first stage; on its last, y is the
     micro-batch's weighted loss and dy is None. keep: the unit where the pass ends stays whole, for the next one begins
-    there. prefetch: units gathered ahead of the one that runs. A layer whose backward does not read its weights says so
-    by `backward_reads_weights = False`.
+    there. prefetch: units gathered ahead of the one that runs. recomputed: layers computed again in the backward. A
+    layer whose backward does not read its weights says so by `backward_reads_weights = False`, and one that must not be
+    recomputed by `recomputable = False`.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], gatherer: Gatherer, prefetch: int = 1, first: int = 0) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], gatherer: Gatherer, prefetch: int = 1, first: int = 0,
+        recomputed: Recomputed | None = None,
+    ) -> None:  # fmt: skip
         self.layers, self.gatherer, self.prefetch, self.first = layers, gatherer, prefetch, first
+        self.recomputed = recomputed or Recomputed()
         self._units = range(first, first + len(layers))
-        reading = [unit for unit in self._units if getattr(self._layer(unit), "backward_reads_weights", True)]
+        self._again = frozenset() if self.recomputed.keeper is None else self.recomputed.units
+        self._trained = {unit for unit in self._again if any(p.requires_grad for p in self._layer(unit).parameters())}
+        reads = [getattr(layer, "backward_reads_weights", True) for layer in layers]
+        reading = [unit for unit, own in zip(self._units, reads, strict=True) if own or unit in self._again]
         self._backward_units = reading[::-1]
-        self._open: dict[int, list[tuple[Tensor | None, GradientEdge | None]]] = {}
+        self._open: dict[int, list[Frame]] = {}
 
     def _layer(self, unit: int) -> nn.Module:
         return self.layers[unit - self.first]
 
     def reset(self) -> None:
         """Forgets micro-batches whose backward never came: a step was given up."""
+        for frames in self._open.values():
+            self._drop(frames)
         self._open.clear()
 
     def start(self, backward: bool) -> None:
@@ -72,9 +109,11 @@ class Stage:
         for unit in first_units(self._backward_units if backward else self._units, self.prefetch):
             self.gatherer.start(unit)
 
+    # -------------------------------------------------------------------------------------------------------- forward
+
     def forward(self, microbatch: int, x: Tensor | None, micro: MicroBatch, keep: bool = False) -> Tensor:
         """Runs the layers, and keeps what backward needs when the micro-batch is for training."""
-        frames: list[tuple[Tensor | None, GradientEdge | None]] = []
+        frames: list[Frame] = []
         keep = keep and self._backward_units[:1] == [self._units[-1]]
         y = x if x is None or not micro.training else x.requires_grad_()
         with torch.set_grad_enabled(micro.training):
@@ -83,8 +122,8 @@ class Stage:
                     self.gatherer.start(unit)
                 self.gatherer.ready(step.run)
                 x = y if y is None or not frames else y.detach().requires_grad_(y.requires_grad)
-                y = self._layer(step.run)(x, micro)
-                frames.append((x, get_gradient_edge(y) if y.requires_grad else None))
+                y, frame = self._run(step.run, x, micro)
+                frames.append(frame)
                 if step.release:
                     self.gatherer.release(step.run)
         if y is None:
@@ -93,21 +132,93 @@ class Stage:
             self._open[microbatch] = frames
         return y.detach()
 
+    def _run(self, unit: int, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Frame]:
+        """One layer, and what its backward needs."""
+        layer = self._layer(unit)
+        if micro.training and unit in self._again:
+            return self._run_to_recompute(unit, x, micro)
+        with self._watch(unit) if micro.training else nullcontext():
+            y = layer(x, micro)
+        return y, Frame(x, get_gradient_edge(y) if y.requires_grad else None)
+
+    def _watch(self, unit: int) -> AbstractContextManager[None]:
+        selective = self.recomputed.selective
+        return nullcontext() if selective is None or unit not in self.recomputed.units else selective.watch()
+
+    def _run_to_recompute(self, unit: int, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Frame]:
+        """One layer without a graph; y says whether it would have had one."""
+        keeper = self.recomputed.keeper
+        assert keeper is not None
+        given = micro.tokens if x is None else x
+        draws = Draws(torch.device("cpu") if given is None else given.device)
+        with torch.no_grad():
+            y = self._layer(unit)(x, micro)
+        draws.drawn()
+        needs_dx = x is not None and x.requires_grad
+        if not (needs_dx or unit in self._trained):
+            return y, Frame()
+        kept = None if x is None else keeper.keep(x)
+        return y.detach().requires_grad_(), Frame(again=Again(kept, needs_dx, draws, micro))
+
+    # ------------------------------------------------------------------------------------------------------- backward
+
     def backward(self, microbatch: int, dy: Tensor | None, keep: bool = False) -> Tensor | None:
         """The gradient of the micro-batch's input, None on the first stage; weight gradients go to their sinks."""
-        frames, reading = self._open.pop(microbatch), self._backward_units
+        frames, reading = self._open[microbatch], self._backward_units
         keep = keep and bool(reading) and reading[-1] == self.first
         steps = {step.run: step for step in walk(reading, self.prefetch, keep)}
+        self._bring_ahead(frames)
         for unit in reversed(self._units):
             step = steps.get(unit)
             if step is not None:
                 for other in step.gather:
                     self.gatherer.start(other)
                 self.gatherer.ready(unit)
-            x, edge = frames.pop()
-            if edge is not None:
-                torch.autograd.backward((edge,), None if dy is None else (dy,))
-            dy = None if x is None else x.grad
+            frame = frames.pop()
+            dy = self._back(unit, frame, frames, dy)
             if step is not None and step.release:
                 self.gatherer.release(unit)
+        del self._open[microbatch]
         return dy
+
+    def _back(self, unit: int, frame: Frame, before: list[Frame], dy: Tensor | None) -> Tensor | None:
+        """The backward of one layer; `before`: those whose turn comes after."""
+        with self._graph(unit, frame, before) as (x, edge):
+            if edge is not None:
+                torch.autograd.backward((edge,), None if dy is None else (dy,))
+            return None if x is None else x.grad
+
+    @contextmanager
+    def _graph(
+        self, unit: int, frame: Frame, before: list[Frame]
+    ) -> Iterator[tuple[Tensor | None, GradientEdge | None]]:
+        """The layer's input, and the edge into its graph, which is made now if its forward made none."""
+        again, keeper = frame.again, self.recomputed.keeper
+        if again is None or keeper is None:
+            yield frame.x, frame.edge
+            return
+        x = None if again.kept is None else keeper.take(again.kept).requires_grad_(again.needs_dx)
+        self._bring_ahead(before)
+        with torch.enable_grad(), again.draws.again():
+            y = self._layer(unit)(x, again.micro)
+        edge = get_gradient_edge(y) if y.requires_grad else None
+        del y  # its memory is free for the backward
+        yield x, edge
+        if again.kept is not None:
+            keeper.drop(again.kept)
+
+    def _bring_ahead(self, frames: list[Frame]) -> None:
+        """Begins to bring back the inputs that are needed next, in the same order on all tensor ranks."""
+        keeper = self.recomputed.keeper
+        if keeper is None:
+            return
+        kept = [frame.again.kept for frame in reversed(frames) if frame.again is not None and frame.again.kept]
+        for one in kept[:FETCH_AHEAD]:
+            keeper.fetch(one)
+        for one in kept[:BRING_AHEAD]:
+            keeper.bring(one)
+
+    def _drop(self, frames: list[Frame]) -> None:
+        for frame in frames:
+            if frame.again is not None and frame.again.kept is not None and self.recomputed.keeper is not None:
+                self.recomputed.keeper.drop(frame.again.kept)

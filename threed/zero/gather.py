@@ -9,12 +9,18 @@ Parameters that stay whole (stages 1 and 2, small ones under stage 3) are gather
 runs on while the next forward begins, and `ready` waits for it. Sliced parameters (stage 3) are gathered at every use.
 A group's buffer is freed and given memory again, while the tensors that look into it stay: parameters, and what
 autograd has saved of them.
+
+Slices may live elsewhere (`threed.memory.tiers`). Then a gather has two halves: what a group's slices take to come is
+overlapped with the unit before, and so is the exchange between ranks, which begins when the next group is asked for.
 """
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from threed import collectives
 from threed.collectives import Pending
+from threed.memory.tiers import Drive, Loan
 from threed.topology import Axis
 from threed.zero.layout import Bucket, Group, Layout, Slot
 
@@ -32,6 +38,7 @@ class Gatherer:
         self._buckets_of_unit: dict[int, list[int]] = {}
         self._buckets_of_slot: dict[int, list[int]] = {}
         self._groups_of_unit: dict[int, list[Group]] = {}
+        self._coming: dict[Group, list[tuple[Bucket, Loan]]] = {}  # slices on their way, in the order of asking
         self._gathering: dict[Group, list[Pending]] = {}
         self._holders: dict[Group, set[int]] = {}
         self._number = {group: number for number, group in enumerate(layout.groups)}
@@ -39,7 +46,7 @@ class Gatherer:
         for group in layout.groups:
             for unit in group.kind.units or ():
                 self._groups_of_unit.setdefault(unit, []).append(group)
-            for bucket in group.buckets if group.slices is None else ():
+            for bucket in group.buckets if not group.sliced else ():
                 number = self._numbers[id(bucket)]
                 for slot in bucket.slots():
                     self._buckets_of_slot.setdefault(id(slot), []).append(number)
@@ -51,7 +58,7 @@ class Gatherer:
     def publish(self, bucket: Bucket) -> None:
         """Begins to gather the other ranks' slices of a bucket, if its parameters stay whole."""
         group = bucket.group
-        if group.slices is None and group.shard.size > 1:
+        if not group.sliced and group.shard.size > 1 and bucket.own is not None:
             window = group.params[bucket.first : bucket.last]
             self._published[self._numbers[id(bucket)]] = collectives.start_all_gather(bucket.own, self.axis, out=window)
 
@@ -109,16 +116,42 @@ class Gatherer:
         """Begins to gather a sliced group, and keeps it whole for `holder`."""
         if group not in self._holders:
             self.order = hash((self.order, self._number[group]))
-            group.allocate()
-            self._gathering[group] = [
-                collectives.start_all_gather(bucket.own, self.axis, out=group.params[bucket.first : bucket.last])
-                for bucket in group.buckets
-            ]
+            self._exchange()
+            self._make_room(len(group.buckets))
+            self._coming[group] = [(bucket, bucket.home.fetch()) for bucket in group.buckets]
+            if all(bucket.own is not None for bucket in group.buckets):
+                self._exchange()
             self._holders[group] = set()
         self._holders[group].add(holder)
 
+    def _make_room(self, loans: int) -> None:
+        """Ends the gathers under way if the drive has not so many buffers left."""
+        drive = self.layout.policy.params_tier
+        if isinstance(drive, Drive) and drive.room < loans:
+            for group in list(self._gathering):
+                self.wait(group)
+
+    def _exchange(self) -> None:
+        """Begins the exchange of every group whose slices were asked for: on all ranks in the same order."""
+        for group in list(self._coming):
+            group.allocate()
+            self._gathering[group] = [self._gather(bucket, loan) for bucket, loan in self._coming.pop(group)]
+
+    def _gather(self, bucket: Bucket, loan: Loan) -> Pending:
+        window, own = bucket.group.params[bucket.first : bucket.last], loan.wait()
+        pending = collectives.start_all_gather(own.to(window.device, non_blocking=True), self.axis, out=window)
+
+        def finish() -> Tensor:
+            whole = pending.wait()
+            loan.drop()
+            return whole
+
+        return Pending(finish)
+
     def wait(self, group: Group) -> None:
         """Waits for the gather of a group."""
+        if group in self._coming:
+            self._exchange()
         for pending in self._gathering.pop(group, ()):
             pending.wait()
 

@@ -78,7 +78,7 @@ class Hooks:
         self._group_of_slot: dict[int, Group] = {}
         self._due: dict[Group, int] = {}
         for group in layout.groups:
-            if group.slices is not None:
+            if group.sliced:
                 self._group_of_storage[group.params.untyped_storage()._cdata] = group
                 self._group_of_slot.update({id(slot): group for slot in group.slots})
         table.install(module.modules(), layout, gatherer, self.taken)

@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from threed.memory.tiers import Home, InMemory, Tier, memory_tier
 from threed.sharding import Piece, ShardSpec, attach, spec_of
 from threed.topology import Axis, Topology
 
@@ -45,6 +46,9 @@ class Policy:
 
     stage: of ZeRO, 0 to 3. shard: the axis S that slices are spread over. replicas: the axis R of ranks that hold the
     same slice. resident: parameters with fewer elements stay whole under stage 3. rates: of a parameter.
+    params_tier: where slices of parameters live under stage 3, and optimizer_tier: where the optimizer's state and,
+    from stage 2 on, slices of gradients do; by default on the device. With a tier of their own, they are slices also
+    on one rank alone.
     """
 
     stage: int
@@ -55,11 +59,18 @@ class Policy:
     grad_dtype: torch.dtype
     resident: int = 0
     rates: Callable[[ShardSpec], Rates] = lambda spec: Rates()
+    params_tier: Tier | None = None
+    optimizer_tier: Tier | None = None
 
     @property
     def slices_gradients(self) -> bool:
         """Whether gradients exist in full only bucket by bucket (stages 2 and 3)."""
-        return self.stage >= 2 and self.shard.size > 1
+        return self.stage >= 2 and (self.shard.size > 1 or self.optimizer_tier is not None)
+
+    def slices_parameter(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is whole only while it is used (stage 3)."""
+        spread = self.shard.size > 1 or self.params_tier is not None
+        return self.stage == 3 and spread and param.numel() >= max(self.resident, 1)
 
 
 @dataclass(frozen=True)
@@ -115,31 +126,28 @@ class Run:
 
 @dataclass(eq=False)
 class Bucket:
-    """The window [first, last) of a group's buffer; this rank owns [own_first, own_last) of it."""
+    """The window [first, last) of a group's buffer; this rank owns [own_first, own_last) of it.
+
+    home: of this rank's slice of the parameters, in the compute dtype; grad: of its slice of the gradients.
+    """
 
     group: Group
     first: int
     last: int
     own_first: int
     own_last: int
+    home: Home = field(init=False)
+    grad: Home = field(init=False)
 
     @property
-    def own(self) -> Tensor:
-        """This rank's slice of the parameters, in the compute dtype."""
-        group = self.group
-        return group.params[self.own_first : self.own_last] if group.slices is None else self._part(group.slices)
+    def share(self) -> int:
+        """Elements of this rank's slice."""
+        return self.own_last - self.own_first
 
     @property
-    def own_grad(self) -> Tensor:
-        """This rank's slice of the gradients."""
-        grads = self.group.grads
-        whole = len(grads) == self.group.numel
-        return grads[self.own_first : self.own_last] if whole else self._part(grads)
-
-    def _part(self, slices: Tensor) -> Tensor:
-        """This bucket's part of a tensor that holds only this rank's slices, end to end."""
-        n = self.group.shard.size
-        return slices[self.first // n : self.last // n]
+    def own(self) -> Tensor | None:
+        """This rank's slice of the parameters, if it is in memory."""
+        return self.home.tensor if isinstance(self.home, InMemory) else None
 
     def runs(self) -> Iterator[Run]:
         """The runs of this rank's slice, in storage order; padding belongs to none."""
@@ -161,9 +169,8 @@ class Group:
 
     shard: the axis S that slices are spread over. sums: the axes a slice's gradient is summed over after that.
     owned: whether this rank's slice is the one copy that counts (gradient norm, checkpoint).
-    params: all of them; of a sliced group it has memory only while the group is gathered. slices: this rank's slices
-    [numel/n] of a sliced group, else None. grads, in the gradient dtype: [numel], or [numel/n] where gradients are
-    slices, or [0] of frozen parameters.
+    params: all of them; of a sliced group it has memory only while the group is gathered. grads: all gradients, in
+    their dtype, where they are kept in full, else [0].
     """
 
     kind: Kind
@@ -174,8 +181,18 @@ class Group:
     owned: bool
     params: Tensor = field(init=False)
     grads: Tensor = field(init=False)
-    slices: Tensor | None = None
     buckets: list[Bucket] = field(init=False)
+
+    @property
+    def sliced(self) -> bool:
+        """Whether its parameters are whole only while they are used."""
+        return self.kind.units is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the parameters take between steps."""
+        held = [self.params] if not self.sliced else [bucket.own for bucket in self.buckets]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
     def view(self, slot: Slot, buffer: Tensor) -> Tensor:
         """The parameter's part of a flat buffer, in its shape."""
@@ -246,17 +263,16 @@ def build(
     kinds: dict[Kind, list[Slot]] = {}
     for slot in reversed(collect(units)):
         spec, trainable = slot.spec, slot.param.requires_grad
-        sliced = policy.stage == 3 and policy.shard.size > 1 and slot.param.numel() >= max(policy.resident, 1)
         kind = Kind(
             policy.rates(spec) if trainable else Rates(), trainable, spec.replicated,
             spec.partial if trainable else None, tied.get(spec.name, ()),
-            tuple(sorted(set(slot.units))) if sliced else None,
+            tuple(sorted(set(slot.units))) if policy.slices_parameter(slot.param) else None,
         )  # fmt: skip
         kinds.setdefault(kind, []).append(slot)
     groups = [_group(kind, slots, topology, policy) for kind, slots in kinds.items()]
     for group in groups:
-        _allocate(group, topology.device, policy)
         group.buckets = list(_windows(group, max(1, policy.bucket_bytes // policy.grad_dtype.itemsize)))
+        _allocate(group, topology.device, policy)
     buckets = _completion_order([group for group in groups if group.kind.trainable])
     frozen = [bucket for group in groups if not group.kind.trainable for bucket in group.buckets]
     return Layout(policy, groups, buckets, frozen)
@@ -281,17 +297,21 @@ def _group(kind: Kind, slots: list[Slot], topology: Topology, policy: Policy) ->
 
 
 def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
-    sliced = group.kind.units is not None
-    make = torch.empty if sliced else torch.zeros
+    make = torch.empty if group.sliced else torch.zeros
     group.params = make(group.numel, dtype=policy.param_dtype, device=device)
     for slot in group.slots:
         slot.settle(group.view(slot, group.params))
-    part = group.numel // group.shard.size
-    if sliced:
+    whole = group.kind.trainable and not policy.slices_gradients
+    group.grads = torch.zeros(group.numel if whole else 0, dtype=policy.grad_dtype, device=device)
+    if group.sliced:
         group.free()
-        group.slices = torch.zeros(part, dtype=policy.param_dtype, device=device)
-    count = 0 if not group.kind.trainable else part if policy.slices_gradients else group.numel
-    group.grads = torch.zeros(count, dtype=policy.grad_dtype, device=device)
+    memory = memory_tier(device)
+    params, optimizer = policy.params_tier or memory, policy.optimizer_tier or memory
+    for bucket in group.buckets:
+        own = slice(bucket.own_first, bucket.own_last)
+        bucket.home = params(bucket.share, policy.param_dtype) if group.sliced else InMemory(group.params[own])
+        sliced = group.kind.trainable and not whole
+        bucket.grad = optimizer(bucket.share, policy.grad_dtype) if sliced else InMemory(group.grads[own])
 
 
 def _windows(group: Group, elements: int) -> Iterator[Bucket]:

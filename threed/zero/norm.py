@@ -11,17 +11,22 @@ from torch import Tensor
 from threed.zero.layout import Bucket
 
 
-def sum_of_squares(slices: Sequence[Tensor], buckets: Sequence[Bucket]) -> Tensor:
+def squares(part: Tensor) -> Tensor:
+    """The sum of the squares of a slice of gradients, fp64 scalar."""
+    return torch.linalg.vector_norm(_rows(part), dim=1, dtype=_wide(part)).double().square().sum()
+
+
+def sum_of_squares(parts: Sequence[Tensor], buckets: Sequence[Bucket], device: torch.device) -> Tensor:
     """This rank's share of the squared norm, and whether any gradient it holds is not finite (1.0): fp64 [2].
 
-    A bucket counts where its slice is the one copy that does: on the first of the ranks that replicate it, and on the
-    first stage that holds a tied weight. A copy that does not count must be finite all the same. Padding is zero.
+    parts: the squares of each bucket's slice. A bucket counts where its slice is the one copy that does: on the first
+    of the ranks that replicate it, and on the first stage that holds a tied weight. A copy that does not count must be
+    finite all the same. Padding is zero.
     """
-    device = slices[0].device if slices else torch.device("cpu")
     total, others = torch.zeros(2, dtype=torch.float64, device=device).unbind()
-    for part, bucket in zip(slices, buckets, strict=True):
-        squares = torch.linalg.vector_norm(_rows(part), dim=1, dtype=_wide(part)).double().square().sum()
-        total, others = (total + squares, others) if bucket.group.owned else (total, others + squares)
+    for part, bucket in zip(parts, buckets, strict=True):
+        part = part.to(device)
+        total, others = (total + part, others) if bucket.group.owned else (total, others + part)
     return torch.stack((total, (~torch.isfinite(total + others)).double()))
 
 

@@ -1,39 +1,59 @@
 """The ZeRO optimizer (arXiv 1910.02054): each rank updates the slices it owns and gathers the rest.
 
-    step(slices, carry) :  norm over everything -> clip factor and skip flag -> bucket by bucket: the rule (AdamW, SGD,
-                           Lion) on the slice, the slice to the parameters, their gather begun
+    step(gradients, carry) :  norm over everything -> clip factor and skip flag -> bucket by bucket: the rule (AdamW,
+                              SGD, Lion) on the slice, the slice to the parameters, their gather begun
 
-Nothing here reads a tensor's value on the host: norm, clip factor, skip flag, loss scale and learning rate stay
-tensors.
+Slices are on loan from where they live: while a bucket is updated, the next one comes and the one before goes back.
+Nothing here reads a tensor's value on the host, as long as the state is on the device: norm, clip factor, skip flag,
+loss scale and learning rate stay tensors. State that lives elsewhere is updated by the host, which then needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from threed import collectives
+from threed.memory.tiers import Home, InMemory, Loan, memory_tier
 from threed.ops.update import Moment, Rule
 from threed.precision import LossScale, Scaler
 from threed.topology import Axis
 from threed.zero.gather import Gatherer
-from threed.zero.layout import Bucket, Layout
+from threed.zero.layout import Bucket, Layout, Policy
 from threed.zero.norm import sum_of_squares
+from threed.zero.reducer import Gradient
+
+AHEAD = 1  # buckets that come while one is updated
+WEIGHT = "weight"
+GRADIENT = "gradient"  # what an update has on loan beside a bucket's state
 
 
 @dataclass(eq=False)
 class State:
     """What the optimizer keeps for a bucket slice [n]: the weights it updates, and what its rule keeps beside them.
 
-    `master` is the parameter slice itself unless parameters are narrower than fp32, or frozen.
+    The weights are the parameter slice itself unless parameters are narrower than fp32, or frozen, or the optimizer
+    works on another device.
     """
 
     bucket: Bucket
-    master: Tensor
-    moments: dict[str, Tensor]
+    homes: dict[str, Home]
+
+    @property
+    def weight(self) -> Home:
+        """Of the weights: masters, at least fp32."""
+        return self.homes[WEIGHT]
+
+    @property
+    def shared(self) -> bool:
+        """Whether the weights are the parameter slice itself."""
+        return self.weight is self.bucket.home
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,28 +73,32 @@ class Optimizer:
 
     learning_rate: from the number of updates done (a tensor) to a learning rate (a tensor). grad_clip: the largest
     norm a step may have, 0 for no clipping. everyone: the axis of all ranks, for the norm. loss_scale: what gradients
-    come multiplied with.
+    come multiplied with. delayed: an update runs while the next step does, which sees the weights before it.
     """
 
     def __init__(
         self, layout: Layout, gatherer: Gatherer, everyone: Axis, rule: Rule,
-        learning_rate: Callable[[Tensor], Tensor], *, grad_clip: float, loss_scale: LossScale,
+        learning_rate: Callable[[Tensor], Tensor], *, grad_clip: float, loss_scale: LossScale, delayed: bool = False,
     ) -> None:  # fmt: skip
         self.layout, self.gatherer, self.everyone, self.rule = layout, gatherer, everyone, rule
         self.learning_rate, self.grad_clip = learning_rate, grad_clip
-        self.states = [_new_state(bucket, rule.parts) for bucket in layout.buckets]
-        self.frozen = [State(bucket, bucket.own, {}) for bucket in layout.frozen]
+        self.states = [_new_state(bucket, rule.parts, layout.policy, delayed) for bucket in layout.buckets]
+        self.frozen = [State(bucket, {WEIGHT: bucket.home}) for bucket in layout.frozen]
+        self.on_host = not (layout.policy.optimizer_tier is None and layout.policy.params_tier is None)
+        self.delayed = ThreadPoolExecutor(1, "delayed-update") if delayed else None
+        self._under_way: Future[None] | None = None
         device = layout.groups[0].params.device if layout.groups else torch.device("cpu")
         self.updates = torch.zeros((), dtype=torch.float64, device=device)  # done so far; a skipped step is none
         self.skips = torch.zeros((), dtype=torch.float64, device=device)
         self.scaler = Scaler(loss_scale, device)
 
-    def step(self, slices: Sequence[Tensor], carry: Tensor) -> Update:
+    def step(self, gradients: Sequence[Gradient], carry: Tensor) -> Update:
         """One update from every bucket's slice of the summed gradients.
 
         carry: fp64 [k], numbers of this rank (its loss) that are summed over all ranks in the same message.
         """
-        mine = torch.cat((sum_of_squares(slices, self.layout.buckets), carry))
+        found = [gradient.squares for gradient in gradients]
+        mine = torch.cat((sum_of_squares(found, self.layout.buckets, carry.device), carry))
         sums = collectives.sum_of_scalars(mine, self.everyone)
         scale = self.scaler.scale.clone()  # that of this step's backward
         norm = sums[0].sqrt() / scale
@@ -85,32 +109,101 @@ class Optimizer:
         self.skips += skip
         self.scaler.update(skip)
         now = Moment(lr, self.updates.clamp(min=1), torch.where(skip == 0, clip / scale, 1.0), skip)
-        # Forward order: the layers that the next forward needs first are updated and gathered first.
-        for state, grad in zip(reversed(self.states), reversed(slices), strict=True):
-            self._update(state, grad, now)
+        self._update_all(gradients, now)
         return Update(norm, lr, scale, skip, sums[2:])
 
-    def _update(self, state: State, grad: Tensor, now: Moment) -> None:
+    def _update_all(self, gradients: Sequence[Gradient], now: Moment) -> None:
+        if self.on_host:
+            now = Moment(now.lr.cpu(), now.step.cpu(), now.scale.cpu(), now.skip.cpu())
+            if bool(now.skip):
+                return
+        if self.delayed is not None:
+            self.settle_delayed()
+            kept = [Gradient(_copy_to_host(g.home), g.squares) for g in gradients]
+            self._under_way = self.delayed.submit(self._update_in_turn, kept, now, False)
+        else:
+            self._update_in_turn(gradients, now, True)
+
+    def _update_in_turn(self, gradients: Sequence[Gradient], now: Moment, publish: bool) -> None:
+        # Forward order: the layers that the next forward needs first are updated and gathered first.
+        work = zip(reversed(self.states), reversed(gradients), strict=True)
+        for state, loans in on_loan((state, {**state.homes, GRADIENT: g.home}) for state, g in work):
+            self._update(state, loans, now, publish)
+
+    def _update(self, state: State, loans: dict[str, Loan], now: Moment, publish: bool) -> None:
+        """One bucket's update; the parameters get the new weights in the same pass where they are at hand."""
         rates = state.bucket.group.kind.rates
         if rates.factor != 1.0:
             now = Moment(now.lr * rates.factor, now.step, now.scale, now.skip)
-        self.rule.update(state.master, grad, tuple(state.moments.values()), now, rates.decay)
-        self.publish(state)
+        gradient, weight, *moments = (loans[part].wait() for part in (GRADIENT, *state.homes))
+        home = state.bucket.home
+        beside = home.blank() if publish and not state.shared and home.device == weight.device else None
+        out = None if beside is None else beside.values
+        self.rule.update(weight, gradient.to(weight.device), moments, now, rates.decay, out)
+        loans.pop(GRADIENT).drop()
+        if beside is not None:
+            beside.store()
+            self.gatherer.publish(state.bucket)
+        elif publish:
+            self._publish(state, weight)
+        for loan in loans.values():
+            loan.store()
 
-    def publish(self, state: State) -> None:
-        """Puts a bucket's masters into the parameters, and begins to gather what stays whole."""
-        own = state.bucket.own
-        if own.data_ptr() != state.master.data_ptr():
-            own.copy_(state.master)
+    def _publish(self, state: State, weight: Tensor) -> None:
+        """Puts a bucket's weights into the parameters, and begins to gather what stays whole."""
+        if not state.shared:
+            parameter = state.bucket.home.blank()
+            parameter.values.copy_(weight)
+            parameter.store()
         self.gatherer.publish(state.bucket)
 
+    @contextmanager
+    def held(self, state: State, parts: Iterable[str], write: bool = False) -> Iterator[dict[str, Tensor]]:
+        """Some parts of a bucket's state, to read, or to write: then what was written is kept, and published."""
+        loans = {part: state.homes[part].fetch() for part in parts}
+        yield {part: loan.wait() for part, loan in loans.items()}
+        if write and WEIGHT in loans:
+            self._publish(state, loans[WEIGHT].wait())
+        for loan in loans.values():
+            loan.store() if write else loan.drop()
+
+    def settle_delayed(self) -> None:
+        """Ends the update that runs beside the step, if there is one, and publishes it."""
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            under_way.result()
+            for state in reversed(self.states):
+                with self.held(state, (WEIGHT,), write=True):
+                    pass
+
     def settle(self) -> None:
-        """Waits until all parameters that stay whole are."""
+        """Waits until updates are done, and all parameters that stay whole are."""
+        self.settle_delayed()
         self.gatherer.settle()
 
 
-def _new_state(bucket: Bucket, parts: tuple[str, ...]) -> State:
-    own = bucket.own
-    wide = own.dtype in (torch.float32, torch.float64)
-    master = own if wide else own.float()
-    return State(bucket, master, {part: torch.zeros_like(master) for part in parts})
+def on_loan(wanted: Iterable[tuple[State, Mapping[str, Home]]]) -> Iterator[tuple[State, dict[str, Loan]]]:
+    """What is wanted of each state, one after the other; the next one is on its way meanwhile."""
+    coming: deque[tuple[State, dict[str, Loan]]] = deque()
+    for state, homes in wanted:
+        coming.append((state, {part: home.fetch() for part, home in homes.items()}))
+        if len(coming) > AHEAD:
+            yield coming.popleft()
+    while coming:
+        yield coming.popleft()
+
+
+def _new_state(bucket: Bucket, parts: tuple[str, ...], policy: Policy, delayed: bool) -> State:
+    """A bucket's state, where the policy wants it. On one device weights and parameters are the same memory, unless
+    the parameters are narrow, or in use while the weights are updated."""
+    device = bucket.group.params.device
+    tier = policy.optimizer_tier or memory_tier(device)
+    wide = bucket.home.dtype in (torch.float32, torch.float64)
+    here = bucket.home.device == (torch.device("cpu") if policy.optimizer_tier else device)
+    dtype = bucket.home.dtype if wide else torch.float32
+    weight = bucket.home if wide and here and not delayed else tier(bucket.share, dtype)
+    return State(bucket, {WEIGHT: weight, **{part: tier(bucket.share, dtype) for part in parts}})
+
+
+def _copy_to_host(home: Home) -> InMemory:
+    return InMemory(home.fetch().wait().to("cpu", copy=True))

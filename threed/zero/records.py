@@ -1,25 +1,26 @@
 """The optimizer's state as boxes of global tensors: what is initialised, saved, loaded and collected.
 
-Every bucket slice is a series of runs, every run a few boxes of one global tensor. A record is one box of one part
-(the weight, or what the optimizer's rule keeps beside it) with the memory it lives in.
+Every bucket slice is a series of runs, every run a few boxes of one global tensor. A record says where one box of one
+part (the weight, or what the optimizer's rule keeps beside it) lies; `read` brings the values, bucket by bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from threed.sharding import Box, Piece, boxes
-from threed.zero.optimizer import Optimizer
-
-WEIGHT = "weight"
+from threed.zero.optimizer import WEIGHT as WEIGHT
+from threed.zero.optimizer import Optimizer, State, on_loan
 
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A box of the part `part` of a global tensor; `values` [*box.size] is a view of this rank's state.
+    """A box of the part `part` of a global tensor, at `offset` of a bucket slice.
 
     owned: whether this rank's copy is the one that counts, where several ranks hold it.
     """
@@ -27,30 +28,60 @@ class Record:
     part: str
     piece: Piece
     box: Box
-    values: Tensor
-    owned: bool
+    state: State
+    offset: int
+
+    @property
+    def owned(self) -> bool:
+        return self.state.bucket.group.owned
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.state.homes[self.part].dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+    def of(self, slice_: Tensor) -> Tensor:
+        """The box [*box.size], as a view of the bucket slice [n]."""
+        return slice_[self.offset : self.offset + self.box.numel].view(self.box.size)
 
 
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
     """Every box this rank holds, part by part within each run, in storage order; by default all parts."""
     for state in (*optimizer.states, *optimizer.frozen):
-        held = {WEIGHT: state.master, **state.moments}
-        for run in state.bucket.runs():
-            for box in boxes(run.piece, run.first, run.last):
-                at = run.offset + box.offset
-                for part in held if parts is None else held.keys() & set(parts):
-                    values = held[part][at : at + box.numel].view(box.size)
-                    yield Record(part, run.piece, box, values, state.bucket.group.owned)
+        yield from _records_of(state, parts)
+
+
+def _records_of(state: State, parts: tuple[str, ...] | None) -> Iterator[Record]:
+    wanted = [part for part in state.homes if parts is None or part in parts]
+    for run in state.bucket.runs():
+        for box in boxes(run.piece, run.first, run.last):
+            yield from (Record(part, run.piece, box, state, run.offset + box.offset) for part in wanted)
+
+
+def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
+    """Records with their values [*box.size], which are views of this rank's state until the next one is asked for."""
+    optimizer.settle()
+    by_state = [(state, list(some)) for state, some in groupby(wanted, key=lambda record: record.state)]
+    homes = ((state, {r.part: state.homes[r.part] for r in some}) for state, some in by_state)
+    for (_, loans), (_, some) in zip(on_loan(homes), by_state, strict=True):
+        for record in some:
+            yield record, record.of(loans[record.part].wait())
+        for loan in loans.values():
+            loan.drop()
 
 
 def fill(
     optimizer: Optimizer, source: Callable[[str, Piece, Box], Tensor], parts: tuple[str, ...] | None = None
 ) -> None:
     """Sets every box this rank holds from `source(part, piece, box)` [*box.size] and makes the parameters whole."""
-    optimizer.gatherer.settle()  # a step's gather may still read what is written here
+    optimizer.settle()  # a step's gather may still read what is written here
     optimizer.gatherer.release_all()  # and what is whole now would be old
-    for record in records(optimizer, parts):
-        record.values.copy_(source(record.part, record.piece, record.box))
     for state in (*optimizer.states, *optimizer.frozen):
-        optimizer.publish(state)
+        wanted = [part for part in state.homes if parts is None or part in parts]
+        with optimizer.held(state, wanted, write=True) as held:
+            for record in _records_of(state, parts):
+                record.of(held[record.part]).copy_(source(record.part, record.piece, record.box))
     optimizer.gatherer.settle()

@@ -15,18 +15,40 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
+from threed.memory.tiers import Home, InMemory, Loan
 from threed.ops import matmul
 from threed.topology import Axis
 from threed.zero.gradients import ByBucket, Gradients, Whole
 from threed.zero.layout import Bucket, Layout, Slot
+from threed.zero.norm import squares
 
 IN_FLIGHT = 2  # buckets that may be on their way at once where gradients are slices
+
+
+@dataclass(eq=False)
+class Gradient:
+    """A bucket's slice of the summed gradients: on loan from where it lives, when asked for, and its squares' sum."""
+
+    home: Home
+    squares: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Travelling:
+    """A bucket whose gradients are being summed. add: to what earlier rounds left at home, which is on loan."""
+
+    bucket: Bucket
+    window: Tensor
+    pending: Pending
+    loan: Loan
+    add: bool
 
 
 class Sink:
@@ -123,7 +145,9 @@ class Reducer:
         self._passes = 1
         self._missing: list[int] = []
         self._begun = 0  # buckets of this round that have left
-        self._travelling: deque[tuple[Bucket, Tensor, Pending]] = deque()
+        self._travelling: deque[Travelling] = deque()
+        self._squares: dict[int, Tensor] = {}  # of slices that are not in memory: by the bucket's number
+        self._numbers = {id(bucket): number for number, bucket in enumerate(layout.buckets)}
         self._aside: dict[int, tuple[Slot, Tensor]] = {}
         self._first = True  # this step's first round
         self.gather_order: Callable[[], int] = lambda: 0  # what a step gathered, when that must be the same everywhere
@@ -136,9 +160,11 @@ class Reducer:
     def begin(self, microbatches: int) -> None:
         """Expects the gradients of a step; what is left of one that was given up is forgotten."""
         while self._travelling:
-            _, window, pending = self._travelling.popleft()
-            pending.wait()
-            self.memory.left(window)
+            given_up = self._travelling.popleft()
+            given_up.loan.wait()
+            given_up.pending.wait()
+            given_up.loan.drop()
+            self.memory.left(given_up.window)
         self.memory.reset()
         self._aside.clear()
         self._passes, self._first = (1 if self.rounds else microbatches), True
@@ -168,21 +194,32 @@ class Reducer:
         self._begun += 1
         while self.rounds and len(self._travelling) >= IN_FLIGHT:
             self._land()
-        window, own = self.memory.leave(bucket), bucket.own_grad
-        if bucket.group.shard.size > 1:
-            add = self.rounds and not self._first
-            pending = collectives.start_reduce_scatter(window, bucket.group.shard, wire=self.wire, into=own, add=add)
-        else:
+        window, add = self.memory.leave(bucket), self.rounds and not self._first
+        loan = bucket.grad.fetch() if add else bucket.grad.blank()
+        shard, into = bucket.group.shard, loan.values
+        if shard.size == 1:
             pending = self._sum_over(window, _early(bucket))
-        self._travelling.append((bucket, window, pending))
+        elif into.device != window.device:
+            pending = collectives.start_reduce_scatter(window, shard, wire=self.wire)
+        else:
+            pending = collectives.start_reduce_scatter(window, shard, wire=self.wire, into=into, add=add)
+        self._travelling.append(Travelling(bucket, window, pending, loan, add))
 
     def _land(self) -> None:
         """Waits for the bucket that has been on its way longest."""
-        bucket, window, pending = self._travelling.popleft()
-        total = pending.wait()
-        if total.data_ptr() != bucket.own_grad.data_ptr():
-            bucket.own_grad.copy_(total)
-        self.memory.left(window)
+        t = self._travelling.popleft()
+        own = t.loan.wait()
+        total = t.pending.wait()
+        if total.data_ptr() != own.data_ptr():
+            own.add_(total.to(own.device)) if t.add else own.copy_(total)
+        self._put_back(t.bucket, t.loan)
+        self.memory.left(t.window)
+
+    def _put_back(self, bucket: Bucket, loan: Loan) -> None:
+        """A bucket's slice goes home; what the norm needs of it is found while it is here."""
+        if not isinstance(bucket.grad, InMemory):
+            self._squares[self._numbers[id(bucket)]] = squares(loan.values)
+            loan.store()
 
     def pass_ended(self) -> None:
         """A micro-batch's backward is over; where that is a round, what is left of it leaves."""
@@ -204,21 +241,36 @@ class Reducer:
         if not self.rounds:
             self.flush()
 
-    def finish(self) -> list[Tensor]:
+    def finish(self) -> list[Gradient]:
         """Each bucket's slice of the summed gradients, in bucket order."""
         self.all_passes_ended()
         while self._travelling:
             self._land()
-        if any(group.slices is not None for group in self.layout.groups):
+        if any(group.sliced for group in self.layout.groups):
             self.memory.trim()  # gathered parameters are the next to need memory
         if self.dynamic:
             self._send_what_was_late()
         return self._sum_rest()
 
-    def _sum_rest(self) -> list[Tensor]:
+    def _sum_rest(self) -> list[Gradient]:
         """Each bucket's slice, summed over the axes that are left, one after the other in the same order everywhere."""
-        parts = [self._sum_over(bucket.own_grad, _rest(bucket)) for bucket in self.layout.buckets]
-        return [part.wait() for part in parts]
+        sums: list[Pending | None] = []
+        for bucket in self.layout.buckets:
+            if isinstance(bucket.grad, InMemory):
+                sums.append(self._sum_over(bucket.grad.tensor, _rest(bucket)))
+                continue
+            sums.append(None)
+            if _rest(bucket):
+                loan = bucket.grad.fetch()
+                loan.wait().copy_(self._sum_over(loan.wait(), _rest(bucket)).wait())
+                self._put_back(bucket, loan)
+        return [self._gradient(number, total) for number, total in enumerate(sums)]
+
+    def _gradient(self, number: int, total: Pending | None) -> Gradient:
+        if total is None:
+            return Gradient(self.layout.buckets[number].grad, self._squares[number])
+        home = InMemory(total.wait())
+        return Gradient(home, squares(home.tensor))
 
     def _sum_over(self, tensor: Tensor, axes: tuple[Axis, ...]) -> Pending:
         for axis in axes[:-1]:
@@ -258,14 +310,18 @@ class Reducer:
             late.update(number for numbers in collectives.exchange(mine, policy.replicas) for number in numbers)
         for number in sorted(late):
             bucket = self.layout.buckets[number]
-            window = torch.zeros(bucket.last - bucket.first, dtype=bucket.own_grad.dtype, device=bucket.own_grad.device)
+            device = bucket.group.params.device
+            window = torch.zeros(bucket.last - bucket.first, dtype=policy.grad_dtype, device=device)
             for slot in self._slots[number]:
                 if id(slot) in self._aside:
                     first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
                     grad = self._aside[id(slot)][1].view(-1)[first - slot.first : last - slot.first]
                     window[first - bucket.first : last - bucket.first].copy_(grad)
             total = collectives.start_reduce_scatter(window, policy.shard, wire=self.wire)
-            bucket.own_grad.add_(self._sum_over(total.wait(), _early(bucket)).wait())
+            loan = bucket.grad.fetch()
+            own = loan.wait()
+            own.add_(self._sum_over(total.wait(), _early(bucket)).wait().to(own.device))
+            self._put_back(bucket, loan)
         self._aside.clear()
 
 

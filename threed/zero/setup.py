@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+
+import torch
 
 from threed.config import Config, ConfigError, OptimConfig, PrecisionConfig
 from threed.ops.adam import Adam
 from threed.ops.lion import Lion
 from threed.ops.sgd import SGD
 from threed.ops.update import Rule
+from threed.memory.io import Disk
+from threed.memory.tiers import Drive, Tier, memory_tier
 from threed.precision import LossScale, dtype
 from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
-from threed.zero.layout import HasModules, Policy, Rates
+from threed.zero.layout import ALIGN, HasModules, Layout, Policy, Rates
+from threed.zero.optimizer import AHEAD
+from threed.zero.reducer import IN_FLIGHT
+
+PAGE = 4096
 
 
 def shard_axes(config: Config, topology: Topology) -> tuple[str, str, str]:
@@ -33,11 +42,41 @@ def policy(config: Config, topology: Topology) -> Policy:
     """How parameters are laid out."""
     alone = Axis("dp", (topology.rank,), 0, None, topology.traffic)
     shard, replicas, _ = (topology.axis(name) if name else alone for name in shard_axes(config, topology))
+    bucket_bytes, grad_dtype = int(config.zero.bucket_mib * 2**20), dtype(config.precision.grad_dtype or "fp32")
+    largest = max(bucket_bytes // grad_dtype.itemsize // shard.size, ALIGN)  # elements of a slice
+    params, optimizer = _tiers(config, topology.rank, largest * (8 if config.precision.dtype == "fp64" else 4))
     return Policy(
-        stage=config.zero.stage, shard=shard, replicas=replicas, bucket_bytes=int(config.zero.bucket_mib * 2**20),
-        param_dtype=dtype(config.precision.dtype), grad_dtype=dtype(config.precision.grad_dtype or "fp32"),
-        resident=config.zero.resident, rates=rates(config.optim),
+        stage=config.zero.stage, shard=shard, replicas=replicas, bucket_bytes=bucket_bytes, grad_dtype=grad_dtype,
+        param_dtype=dtype(config.precision.dtype), resident=config.zero.resident, rates=rates(config.optim),
+        params_tier=params, optimizer_tier=optimizer,
     )  # fmt: skip
+
+
+def _tiers(config: Config, rank: int, nbytes: int) -> tuple[Tier | None, Tier | None]:
+    """Where parameters and the optimizer's state live, when not on the device; nbytes: of the largest slice."""
+    zero = config.zero
+    places: dict[str, Tier | None] = {"none": None, "cpu": memory_tier(torch.device("cpu"))}
+    if "nvme" in (zero.offload_params, zero.offload_optimizer):
+        places["nvme"] = Drive(Disk(str(zero.nvme_path), f"zero-rank{rank}"), -(-nbytes // PAGE) * PAGE)
+    return places[zero.offload_params], places[zero.offload_optimizer]
+
+
+def size_buffers(layout: Layout, parts: int, prefetch: int) -> None:
+    """Tells the drive, if there is one, how many buffers will be in use at once; that does not grow with the layers.
+
+    parts: of the optimizer's rule. In a step's forward and backward these are the slices of the units gathered ahead,
+    and gradients on their way; in its update the parts of the bucket that comes, the one at work, and the one that
+    goes.
+    """
+    drives = {tier for tier in (layout.policy.params_tier, layout.policy.optimizer_tier) if isinstance(tier, Drive)}
+    slices: Counter[int] = Counter()
+    for group in layout.groups:
+        for unit in group.kind.units or ():
+            slices[unit] += len(group.buckets)
+    passing = (prefetch + 1) * max(slices.values(), default=0) + IN_FLIGHT + 2
+    updating = (AHEAD + 2) * (parts + 3)
+    for drive in drives:
+        drive.count = max(passing, updating)
 
 
 def rates(optim: OptimConfig) -> Callable[[ShardSpec], Rates]:

@@ -31,7 +31,7 @@ class Parameters(dict[str, Any]):
         self._places, self._gatherer, self._taken = places, gatherer, taken
 
     def __getitem__(self, name: str) -> Any:
-        if self._taken is not None and name in self._places and self._places[name][0].slices is not None:
+        if self._taken is not None and name in self._places and self._places[name][0].sliced:
             self._taken(self._places[name][0])
         return self._safe(name)
 
@@ -50,7 +50,7 @@ class Parameters(dict[str, Any]):
     def _safe(self, name: str) -> Any:
         if name in self._places:
             group, slot, stand_in = self._places[name]
-            if group.slices is None:
+            if not group.sliced:
                 self._gatherer.wait_for(slot)
             elif not self._gatherer.is_open(group):
                 return stand_in
@@ -72,7 +72,9 @@ def install(
 ) -> None:
     """Gives every module whose parameters are sliced, or gathered after a step, such a table."""
     places: dict[int, dict[str, Place]] = {}
-    for group in layout.groups if layout.policy.shard.size > 1 else ():
+    for group in layout.groups:
+        if group.shard.size == 1 and not group.sliced:
+            continue
         for slot in group.slots:
             stand_in = _stand_in(slot)
             for owner, attribute in slot.places:

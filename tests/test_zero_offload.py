@@ -1,0 +1,124 @@
+"""Offload changes the place of things and nothing else: the same bits as without it, in memory and on a drive."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from configs import Case, Result, train
+from harness import run_ranks
+
+
+def difference(one: Result, other: Result) -> float:
+    """The largest difference of two results in anything."""
+    pairs = [(one.weights, other.weights), *((one.moments[part], other.moments[part]) for part in other.moments)]
+    worst = max(abs(a - b) for a, b in zip((*one.losses, *one.norms), (*other.losses, *other.norms), strict=True))
+    for mine, theirs in pairs:
+        assert mine.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            worst = max(worst, float((mine[name] - tensor).abs().max()) if tensor.numel() else 0.0)
+    return worst
+
+
+Place = tuple[str, str]  # of the optimizer's state, of parameters
+
+
+def at(case: Case, place: Place) -> Case:
+    return replace(case, offload_optimizer=place[0], offload_params=place[1])
+
+
+def check(case: Case, home: Place, places: list[Place], tolerance: float) -> None:
+    want = train(at(case, home))
+    for place in places:
+        got = train(at(case, place))
+        if want.weights:
+            assert difference(got, want) <= tolerance, place
+
+
+STATES = [("cpu", "none"), ("nvme", "none")]
+PARAMS = [("none", "cpu"), ("none", "nvme"), ("cpu", "nvme"), ("nvme", "cpu"), ("nvme", "nvme")]
+CASES = [
+    (Case(dtype="fp32"), STATES),
+    (Case(dtype="fp32", zero=2, microbatches=1), STATES),
+    (Case(dp=2, dtype="fp32", zero=1), STATES),
+    (Case(dp=2, dtype="fp32", zero=2, bucket_mib=0.01), STATES),
+    (Case(dp=2, dtype="bf16", zero=3, microbatches=3, bucket_mib=0.01), STATES + PARAMS),
+    (Case(dp=2, dtype="fp16", zero=3, prefetch=2), [("nvme", "nvme"), ("cpu", "cpu")]),
+    (Case(pp=2, dp=2, dtype="fp32", zero=3, microbatches=3), STATES + PARAMS),
+    (Case(dp=2, tp=2, dtype="fp32", zero=3, sequence=True, dropout=0.1), [("nvme", "nvme"), ("cpu", "nvme")]),
+    (Case(pp=2, dp=2, tp=2, dtype="fp32", zero=2, model="llama"), [("nvme", "none"), ("cpu", "none")]),
+    (Case(dp=4, shard=2, dtype="fp32", zero=3, microbatches=1), [("nvme", "nvme")]),
+]
+
+
+@pytest.mark.parametrize(("case", "places"), CASES, ids=str)
+def test_the_place_changes_no_bit(case: Case, places: list[Place]) -> None:
+    run_ranks(case.world, check, case, ("none", "none"), places, 0.0)
+
+
+ALONE = [
+    (Case(dtype="fp32", zero=3), 1e-6),
+    (Case(dtype="fp64", zero=2), 1e-12),
+    (Case(pp=2, tp=2, dtype="fp64", zero=3, model="qwen-tied"), 1e-12),
+    (Case(tp=2, dtype="fp32", zero=3, microbatches=1, sequence=True, bucket_mib=0.01), 1e-6),
+]
+
+
+@pytest.mark.parametrize(("case", "tolerance"), ALONE, ids=str)
+def test_without_data_ranks_offload_is_what_makes_slices(case: Case, tolerance: float) -> None:
+    """One rank alone has gradients and parameters in slices only with offload. Then each micro-batch's gradient is made
+    by itself and added, where else the products are accumulated in place, and the norm is summed over other buckets:
+    the same numbers but for rounding. From there on the place changes no bit again."""
+    places = STATES[:1] if case.zero == 2 else [("cpu", "cpu")]
+    run_ranks(case.world, check, case, ("none", "none"), places, tolerance)
+    others = STATES[1:] if case.zero == 2 else [("nvme", "nvme"), ("nvme", "cpu"), ("cpu", "nvme")]
+    run_ranks(case.world, check, case, places[0], others, 0.0)
+
+
+# ------------------------------------------------------------------------------------------------------ delayed update
+
+
+def delayed_truth(case: Case, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Plain: the gradients of step k are those of the weights after update k - 2, and update k - 1's weights get them."""
+    config = config_of(replace(case.truth, dtype=case.dtype))
+    stale, fresh = engine_of(config), engine_of(config)
+    losses: list[float] = []
+    for step in range(steps):
+        before = fresh.full_state_dict()  # after update k - 1
+        inner, full = stale.reducer.finish, batch(step, config.train.global_batch)
+        kept: list[Gradient] = []
+
+        def finish(inner: Callable[[], list[Gradient]] = inner, kept: list[Gradient] = kept) -> list[Gradient]:
+            gradients = inner()
+            kept.extend(Gradient(InMemory(g.home.fetch().wait().clone()), g.squares) for g in gradients)
+            return gradients
+
+        stale.reducer.finish = finish  # type: ignore[method-assign]
+        losses.append(stale.step(full).loss)
+        stale.reducer.finish = inner  # type: ignore[method-assign]
+        fresh.optimizer.step(kept, torch.zeros(1, dtype=torch.float64))
+        stale.load_full_state_dict(before)
+    return losses, fresh.full_state_dict()
+
+
+def check_delayed(case: Case, truth: tuple[list[float], dict[str, Tensor]]) -> None:
+    config = config_of(case)
+    config = config.model_copy(update={"zero": config.zero.model_copy(update={"delayed_update": True})})
+    engine, rows = engine_of(config), config.train.global_batch
+    losses = [engine.step(share(batch(step, rows), engine.topology)).loss for step in range(len(truth[0]))]
+    weights = engine.full_state_dict()
+    assert losses == pytest.approx(truth[0], abs=1e-9)
+    assert not weights or weights.keys() == truth[1].keys()
+    for name, tensor in weights.items():
+        assert (tensor - truth[1][name]).abs().max() <= 1e-9, name
+
+
+DELAYED = [Case(offload_optimizer="cpu"), Case(dp=2, zero=2, offload_optimizer="cpu", bucket_mib=0.01)]
+DELAYED += [Case(pp=2, dp=2, zero=3, offload_optimizer="cpu", offload_params="cpu", microbatches=1)]
+
+
+@pytest.mark.parametrize("case", DELAYED, ids=str)
+def test_a_delayed_update_is_one_step_late(case: Case) -> None:
+    (truth,) = run_ranks(1, delayed_truth, case, 5)
+    run_ranks(case.world, check_delayed, case, truth)

@@ -1,0 +1,208 @@
+"""Linear layers in tiles: giant weights that are whole one tile at a time (memory-centric tiling, ZeRO-Infinity, arXiv
+2104.07857, section 5.1.3).
+
+    weight [out in]  ->  tiles [out_i in], rows cut;   y[..., out_i] = x tile_i^T;   dx = sum of dy[..., out_i] tile_i
+
+`zero.tile` cuts the column- and row-parallel layers of a model so; `TiledLinear` is for models of your own. A tile is a
+parameter of its own: gathered, reduced, updated and swapped by itself. Its record names the same global tensor, so
+initial values, checkpoints and exports know nothing of tiles. While a tile runs the next one is on its way (`Gate`);
+never are there more than the two. Without gates the tiles simply lie there.
+
+Outputs are what the whole layer gives, but for the order in which a matrix library adds up a product of another shape;
+the input's gradient is a sum over tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from threed import collectives
+from threed.collectives import split
+from threed.layers.slicing import Slicing, gate_of, weight_gradient
+from threed.ops import matmul
+from threed.sharding import Piece, ShardSpec, matrix, parameter, vector
+from threed.topology import Axis, alone
+
+GRANULE = 64  # rows: tiles are cut at multiples where they have so many, so that matrix kernels meet no ragged edges
+LOCAL = alone()
+
+Span = tuple[int, int]
+
+
+def spans(rows: int, tiles: int) -> list[Span]:
+    """Where tiles of so many rows begin and end; fewer tiles than asked for where there are fewer rows."""
+    tiles = max(1, min(tiles, rows))
+    unit = GRANULE if rows >= GRANULE * tiles else 1
+    cuts = [min(rows, unit * split(-(-rows // unit), tiles, i)[0]) for i in range(tiles)]
+    return list(zip(cuts, [*cuts[1:], rows], strict=True))
+
+
+def cut_rows(pieces: Sequence[Piece], first: int, last: int) -> tuple[Piece, ...]:
+    """Rows [first, last) of matrices that lie one below the other."""
+    found, at = [], 0
+    for piece in pieces:
+        rows, columns = piece.size
+        lo, hi = max(first, at), min(last, at + rows)
+        if lo < hi:
+            start = (piece.start[0] + lo - at, piece.start[1])
+            found.append(replace(piece, start=start, size=(hi - lo, columns), offset=(lo - first) * columns))
+        at += rows
+    return tuple(found)
+
+
+def add_weight(module: nn.Module, spec: ShardSpec, shape: Span, tiles: int) -> None:
+    """Gives a module its `weight` [rows in], or the tiles of it: `weight_0`, `weight_1` ..."""
+    cuts = spans(shape[0], tiles)
+    if len(cuts) == 1:
+        module.register_parameter("weight", parameter(spec, shape))
+        return
+    for i, (first, last) in enumerate(cuts):
+        part = replace(spec, pieces=cut_rows(spec.pieces, first, last), tile=(i, len(cuts)))
+        module.register_parameter(f"weight_{i}", parameter(part, (last - first, shape[1])))
+
+
+def tiles_of(module: nn.Module) -> tuple[Tensor, ...]:
+    """The tiles of a module's weight in order, or the one weight."""
+    return tuple(_held(module, name) for name in list(module._parameters) if name.startswith("weight"))
+
+
+def _held(module: nn.Module, name: str) -> Tensor:
+    """A parameter of a module, even while its gate is closed.
+
+    Of what is away a stage's table of parameters shows a stand-in on the meta device to whoever asks. The layer needs
+    the tile itself, to open it: it reads below the table.
+    """
+    shown, held = module._parameters[name], dict.__getitem__(module._parameters, name)
+    found = shown if held is None or gate_of(held) is None else held
+    assert found is not None
+    return found
+
+
+@contextmanager
+def whole(weight: Tensor, following: Tensor | None = None) -> Iterator[None]:
+    """A tile is whole in here, and `following` is on its way."""
+    gate, ahead = gate_of(weight), None if following is None else gate_of(following)
+    if gate is not None:
+        gate.open()
+    if ahead is not None:
+        ahead.ahead()
+    try:
+        yield
+    finally:
+        if gate is not None:
+            gate.close()
+
+
+def _walk(weights: Sequence[Tensor], order: Sequence[int]) -> Iterator[tuple[int, AbstractContextManager[None]]]:
+    """The numbers of tiles in `order`, and what makes each whole."""
+    for i, following in zip(order, [*(weights[n] for n in order[1:]), None], strict=True):
+        yield i, whole(weights[i], following)
+
+
+class _Tiled(torch.autograd.Function):
+    """y = f(x) w^T + b tile by tile, where f belongs to `axis` (one rank: nothing) and gathers when `gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, axis: Axis, gather: bool, *weights: Tensor) -> Tensor:
+        if gather:
+            x = collectives.all_gather(x, axis)
+        # A tile that is away is none of the business of those who save or move what autograd saves: they would read it.
+        gated = any(gate_of(weight) is not None for weight in weights)
+        ctx.save_for_backward(x, *(() if gated else weights))
+        ctx.weights, ctx.axis, ctx.gather = weights, axis, gather
+        cuts = _cuts(weights)
+        y = x.new_empty(*x.shape[:-1], cuts[-1][1])
+        flat_x, flat_y = x.flatten(0, -2), y.view(-1, y.shape[-1])
+        for i, opened in _walk(weights, range(len(weights))):
+            out = flat_y[:, slice(*cuts[i])]
+            if bias is not None:
+                out.copy_(bias[slice(*cuts[i])])
+            with opened:
+                matmul.add_product_(out, flat_x, weights[i].t(), fresh=bias is None)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, *saved = ctx.saved_tensors
+        weights = ctx.weights  # the parameters themselves: what was saved may come back as other tensors
+        dy = dy.contiguous()
+        parts = [dy.flatten(0, -2)[:, first:last] for first, last in _cuts(weights)]
+        need_dx, need_db = ctx.needs_input_grad[:2]
+        grads: list[Tensor | None] = [None] * len(weights)
+        # Last tile first: the order in which buckets lie. A tile's gradient is made while the next tile is on its way;
+        # but where the input's gradient is summed over ranks, that sum leaves first and travels meanwhile.
+        order, pending = range(len(weights))[::-1], None
+        early = need_dx and ctx.axis.size == 1
+        if need_dx:
+            total = torch.empty(x.shape, dtype=_sum_dtype(x, len(weights)), device=x.device)
+            for i, opened in _walk(weights, order):
+                with opened:
+                    _add(total.flatten(0, -2), parts[i], (saved or weights)[i], fresh=i == order[0])
+                if early:
+                    grads[i] = weight_gradient(weights[i], parts[i], x)
+            reduce = collectives.start_reduce_scatter if ctx.gather else collectives.start_all_reduce
+            pending = reduce(total.to(x.dtype), ctx.axis)
+        for i in () if early else order:
+            grads[i] = weight_gradient(weights[i], parts[i], x)
+        db = dy.flatten(0, -2).sum(0) if need_db else None
+        return pending.wait() if pending else None, db, None, None, *grads
+
+
+def _cuts(weights: Sequence[Tensor]) -> list[Span]:
+    """The columns of the output that each tile makes."""
+    cuts, at = [], 0
+    for weight in weights:
+        cuts.append((at, at + len(weight)))
+        at += len(weight)
+    return cuts
+
+
+def _sum_dtype(x: Tensor, tiles: int) -> torch.dtype:
+    """Narrow numbers are added up in fp32 and rounded once; a sum of two is rounded once anyway."""
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) and tiles > 2 else x.dtype
+
+
+def _add(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
+    """total += a b, or total = a b when `fresh`."""
+    if total.dtype == a.dtype:
+        matmul.add_product_(total, a, b, fresh=fresh)
+    else:
+        product = torch.mm(a, b)
+        total.copy_(product) if fresh else total.add_(product)
+
+
+def tiled_linear(
+    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None = None, axis: Axis = LOCAL, gather: bool = False
+) -> Tensor:
+    """x [... in] -> [... out], with this layer's f on `axis`; weights: tiles [out_i in] of one matrix [out in]."""
+    out: Tensor = _Tiled.apply(x, bias, axis, gather, *weights)
+    return out
+
+
+class TiledLinear(nn.Module):
+    """A linear layer in tiles that every tensor rank holds whole: x [... in] -> [... out].
+
+    For a matrix too large to be gathered at once under ZeRO-3. tiles: how many, by default `zero.tile`; fewer where
+    there are fewer outputs. Weight [out in] and bias [out] are the global tensors `name`.weight and `name`.bias. A
+    layer that is cut over tensor ranks as well is a `ColumnLinear` or `RowLinear`, with `Slicing.tile`.
+    """
+
+    def __init__(
+        self, name: str, inputs: int, outputs: int, slicing: Slicing, *, tiles: int | None = None, std: float = 0.02,
+        bias: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        same, partial = slicing.replicated, slicing.partial
+        piece = matrix(f"{name}.weight", (outputs, inputs), 0, (0, outputs), std)
+        add_weight(self, ShardSpec((piece,), same, partial), (outputs, inputs), tiles or slicing.tile)
+        spec = ShardSpec((vector(f"{name}.bias", outputs),), same, partial, decay=False)
+        self.bias = parameter(spec, (outputs,)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return tiled_linear(x, tiles_of(self), self.bias)

@@ -1,0 +1,58 @@
+"""Slots of equal size in one contiguous buffer: what comes and goes all the time does not break up memory around it.
+
+    arena = Arena(count=24, device=device)
+    slot = arena.take(numel, dtype)         # [numel], undefined; the first one sizes the slots and makes the buffer
+    arena.give(slot)
+
+(ZeRO, arXiv 1910.02054, section 6.3: memory defragmentation, M_D.) Where more or larger slots are asked for than there
+are, a larger buffer takes the place of the old one, whose slots vanish as they are given back: so a run that keeps to
+what was said allocates once, and one that does not is not ended for it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from threed.memory.pool import host_buffer
+
+ALIGN = 64  # bytes: what torch aligns to
+
+
+class Arena:
+    """`count` slots on a device; pinned: page-locked host memory, for copies to and from a GPU."""
+
+    def __init__(self, count: int, device: torch.device, *, pinned: bool = False) -> None:
+        self.count, self.device, self.pinned = max(count, 1), device, pinned
+        self.allocations = 0
+        self.nbytes = 0  # of a slot
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._free: list[int] = []
+
+    @property
+    def data_ptr(self) -> int:
+        """Where the buffer begins; 0 before the first slot was asked for."""
+        return self._buffer.data_ptr()
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A slot [numel], with whatever its last user left."""
+        nbytes = numel * dtype.itemsize
+        if nbytes > self.nbytes:
+            self._allocate(self.count, -(-nbytes // ALIGN) * ALIGN)
+        elif not self._free:
+            self._allocate(2 * self.count, self.nbytes)
+        first = self._free.pop() * self.nbytes
+        return self._buffer[first : first + nbytes].view(dtype)
+
+    def give(self, slot: Tensor) -> None:
+        """Takes a slot back; one of a buffer that was replaced is simply forgotten."""
+        at = slot.data_ptr() - self._buffer.data_ptr()
+        if 0 <= at < self._buffer.numel():
+            self._free.append(at // self.nbytes)
+
+    def _allocate(self, count: int, nbytes: int) -> None:
+        self.count, self.nbytes = count, nbytes
+        self.allocations += 1
+        size = count * nbytes
+        self._buffer = host_buffer(size) if self.pinned else torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._free = list(range(count))[::-1]

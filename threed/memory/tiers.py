@@ -1,0 +1,212 @@
+"""Where a slice of the training state lives, and how it comes and goes: in memory, or in a file on an NVMe drive.
+
+    home = tier(numel, dtype)       a place for so many numbers, zeros at first; a tier is any such function
+    loan = home.fetch()             begins to bring the values
+    values = loan.wait()            [numel], to work on in place
+    loan.store()                    begins to take them back as they are now;    loan.drop() forgets what was changed
+
+In memory all of that is free: the loan is the tensor itself. On a drive values pass through constant-size, page-aligned
+buffers, read ahead and written behind: so algorithms are written once, as if everything were on its way, and memory
+does not grow with what the drive holds (ZeRO-Infinity, arXiv 2104.07857, section 6).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from threed.memory.io import Disk, Transfer
+from threed.memory.pool import Pool
+
+
+class Loan(Protocol):
+    """Values that are out of their home. `values` [numel] is their tensor, which `wait` says to be filled."""
+
+    @property
+    def values(self) -> Tensor: ...
+
+    def wait(self) -> Tensor:
+        """The values [numel]; SwapError when they could not be read."""
+
+    def store(self) -> None:
+        """Begins to put the values back. The tensor that `wait` gave may not be touched any more."""
+
+    def drop(self) -> None:
+        """Ends the loan; what is at home stays as it was."""
+
+
+class Home(Protocol):
+    """A place for values of one length and dtype."""
+
+    @property
+    def numel(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where a loan's values are."""
+
+    def fetch(self) -> Loan:
+        """Begins to bring the values."""
+
+    def blank(self) -> Loan:
+        """A loan to be written in full: its values are undefined."""
+
+
+Tier = Callable[[int, torch.dtype], Home]
+
+
+@dataclass(eq=False)
+class InMemory:
+    """A tensor that is always there: its own home, and its own loan."""
+
+    tensor: Tensor
+
+    @property
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    @property
+    def values(self) -> Tensor:
+        return self.tensor
+
+    def fetch(self) -> InMemory:
+        return self
+
+    def blank(self) -> InMemory:
+        return self
+
+    def wait(self) -> Tensor:
+        return self.tensor
+
+    def store(self) -> None:
+        """Nothing: the values are at home."""
+
+    def drop(self) -> None:
+        """Nothing to give back."""
+
+
+def memory_tier(device: torch.device) -> Tier:
+    """Homes in the memory of a device; host memory beside a GPU is page-locked, so that copies run by themselves."""
+    pinned = device.type == "cpu" and torch.cuda.is_available()
+
+    def home(numel: int, dtype: torch.dtype) -> InMemory:
+        return InMemory(torch.zeros(numel, dtype=dtype, device=device, pin_memory=pinned))
+
+    return home
+
+
+class Drive:
+    """Homes in a swap file, and buffers of `nbytes` for what is on its way. Call it for a home, as a tier.
+
+    count: how many buffers there will be; it may be raised until the first one is lent.
+    """
+
+    def __init__(self, disk: Disk, nbytes: int, count: int = 1) -> None:
+        self.disk, self.nbytes, self.count = disk, nbytes, count
+        self._pool: Pool | None = None
+        self._lent = 0
+        self._writing: deque[tuple[Transfer, Tensor]] = deque()
+
+    def __call__(self, numel: int, dtype: torch.dtype) -> OnDrive:
+        return OnDrive(self, numel, dtype)
+
+    @property
+    def room(self) -> int:
+        """How many more loans can be made, once what is under way is written."""
+        return self.count - self._lent + len(self._writing)
+
+    def settle(self) -> None:
+        """Waits until everything is written; SwapError if something could not be."""
+        while self._writing:
+            self._reap(wait=True)
+
+    def take(self) -> Tensor:
+        """A buffer; waits for the oldest write if all are in use."""
+        if self._pool is None:
+            self._pool = Pool(self.nbytes, self.count)
+        self._reap(wait=False)
+        while self._lent == self.count and self._writing:
+            self._reap(wait=True)
+        buffer = self._pool.take()
+        self._lent += 1
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Takes a buffer back."""
+        assert self._pool is not None
+        self._pool.give(buffer)
+        self._lent -= 1
+
+    def give_after(self, transfer: Transfer, buffer: Tensor) -> None:
+        """Takes a buffer back when it is written."""
+        self._writing.append((transfer, buffer))
+
+    def _reap(self, wait: bool) -> None:
+        """Frees the buffers of writes that are done, or waits for the oldest one."""
+        while self._writing and (wait or self._writing[0][0].done()):
+            transfer, buffer = self._writing.popleft()
+            self.give(buffer)
+            transfer.wait()
+            wait = False
+
+
+class OnDrive:
+    """A home in a swap file: a region of its own."""
+
+    def __init__(self, drive: Drive, numel: int, dtype: torch.dtype) -> None:
+        self.drive, self.numel, self.dtype, self.device = drive, numel, dtype, torch.device("cpu")
+        self.nbytes = numel * dtype.itemsize
+        self.offset = drive.disk.reserve(self.nbytes)
+        self.writing: Transfer | None = None
+
+    def fetch(self) -> _OnTheWay:
+        buffer = self.drive.take()
+        if self.writing is not None:  # what is read now must have been written
+            self.writing.wait()
+            self.writing = None
+        values = buffer[: self.nbytes].view(self.dtype)
+        return _OnTheWay(self, buffer, values, self.drive.disk.read(self.offset, values))
+
+    def blank(self) -> _OnTheWay:
+        buffer = self.drive.take()
+        return _OnTheWay(self, buffer, buffer[: self.nbytes].view(self.dtype), None)
+
+
+class _OnTheWay:
+    """Values of a home on a drive, in a buffer."""
+
+    def __init__(self, home: OnDrive, buffer: Tensor, values: Tensor, reading: Transfer | None) -> None:
+        self.home, self._buffer, self.values, self._reading = home, buffer, values, reading
+
+    def wait(self) -> Tensor:
+        if self._reading is not None:
+            self._reading.wait()
+            self._reading = None
+        return self.values
+
+    def store(self) -> None:
+        home, values = self.home, self.wait()
+        if home.writing is not None:  # two writes of one region must not overtake each other
+            home.writing.wait()
+        home.writing = home.drive.disk.write(home.offset, values)
+        home.drive.give_after(home.writing, self._buffer)
+
+    def drop(self) -> None:
+        self.wait()
+        self.home.drive.give(self._buffer)

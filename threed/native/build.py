@@ -1,0 +1,191 @@
+"""Compiles `csrc` into shared libraries: at `pip install`, at first use, or by hand. Standard library only.
+
+    python -m threed.native.build            # compile what can be compiled, into the cache
+    python -m threed.native.build --check    # say what is in use; exit code 1 unless every library is native
+
+Three ways lead here: the wheel's build hook (`hatch_build.py`) compiles into the wheel, `threed.native.library` into
+$XDG_CACHE_HOME/threed (~/.cache/threed) when the wheel has none, and this command. A cached library's name carries
+the hash of its sources, flags, compiler and machine, so an old one is never loaded; it appears by one rename, under a
+lock that the kernel drops when its holder dies.
+
+CXX and NVCC name other compilers. THREED_NATIVE=0 switches native code off: the portable torch path runs.
+Code is compiled for the plain architecture; faster instructions are picked at run time, so a library may be moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+WARNINGS = ("-Wall", "-Wextra", "-Wno-unknown-pragmas")
+
+
+class BuildError(RuntimeError):
+    """Why a library could not be compiled."""
+
+
+class Unavailable(BuildError):
+    """There is nothing to compile with, or nothing to compile: no fault, the portable path is meant for it."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A shared library: all sources of one folder of `csrc`. variable: the environment's name for its compiler."""
+
+    name: str
+    suffix: str
+    variable: str
+    compilers: tuple[str, ...]
+    flags: tuple[str, ...]
+
+    @property
+    def sources(self) -> list[Path]:
+        """What is compiled."""
+        return sorted((source_root() / self.name).glob(f"*{self.suffix}"))
+
+
+# No contraction: products and sums are rounded one by one on every path, so that all paths agree bit for bit.
+CPU = Library(
+    "cpu", ".cpp", "CXX", ("c++", "g++", "clang++"),
+    ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+     *WARNINGS),
+)  # fmt: skip
+CUDA = Library(
+    "cuda", ".cu", "NVCC", ("nvcc", "/usr/local/cuda/bin/nvcc"),
+    ("-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC", "-cudart=static", "-gencode=arch=compute_80,code=sm_80",
+     "-gencode=arch=compute_90,code=sm_90", "-gencode=arch=compute_90,code=compute_90"),
+)  # fmt: skip
+LIBRARIES = {library.name: library for library in (CPU, CUDA)}
+
+
+def source_root() -> Path:
+    """The folder `csrc`: inside the package when it was installed from a wheel, else beside it in the checkout."""
+    inside = HERE / "csrc"
+    return inside if inside.is_dir() else HERE.parent.parent / "csrc"
+
+
+def installed(library: Library) -> Path | None:
+    """The library that came with the wheel."""
+    path = HERE / "lib" / f"{library.name}.so"
+    return path if path.is_file() else None
+
+
+def cache() -> Path:
+    """Where libraries that are compiled at first use go."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "threed"
+
+
+def find_compiler(library: Library) -> list[str]:
+    """The compiler's command; `Unavailable` without one."""
+    named = shlex.split(os.environ.get(library.variable, ""))
+    for command in [named] if named else [[name] for name in library.compilers]:
+        if path := shutil.which(command[0]):
+            return [path, *command[1:]]
+    wanted = " ".join(named) or ", ".join(library.compilers)
+    raise Unavailable(f"no compiler: {wanted} not found (install one, or name it in {library.variable})")
+
+
+def ensure(library: Library, folder: Path | None = None) -> Path:
+    """The library's path in `folder` (default: the cache), compiled if it is not there yet.
+
+    `Unavailable` without sources or a compiler; `BuildError` if the compiler refuses, or the folder cannot be written.
+    """
+    if not library.sources:
+        raise Unavailable(f"this version has no {library.suffix} sources in {source_root() / library.name}")
+    command, folder = find_compiler(library), folder or cache()
+    path = folder / f"{library.name}-{_key(library, command)}.so"
+    if path.is_file():
+        return path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            if not path.is_file():
+                _compile(library, command, path)
+    except OSError as error:
+        raise BuildError(f"cannot build in {folder}: {error} (XDG_CACHE_HOME names another place)") from error
+    return path
+
+
+def _key(library: Library, command: list[str]) -> str:
+    """A hash of all that the machine code depends on."""
+    version = subprocess.run([*command, "--version"], capture_output=True, check=False).stdout
+    parts = [platform.machine().encode(), shlex.join((*command[1:], *library.flags)).encode(), version]
+    for path in sorted((source_root() / library.name).iterdir()):
+        if path.suffix in (library.suffix, ".h", ".cuh"):
+            parts += [path.name.encode(), path.read_bytes()]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock on a file; the kernel releases it with the process, so the file may stay behind."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(library: Library, command: list[str], path: Path) -> None:
+    """Compiles under a name of its own beside `path`, then renames; sweeps what killed builders left."""
+    for stale in path.parent.glob(f"{path.name}.*.tmp"):
+        stale.unlink(missing_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    try:
+        sources = [str(source) for source in library.sources]
+        done = subprocess.run(
+            [*command, *library.flags, *sources, "-o", name], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise BuildError(f"{command[0]} failed:\n{first_errors(done.stderr or done.stdout)}")
+        os.chmod(name, 0o755)
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def first_errors(output: str, lines: int = 6) -> str:
+    """The first lines of a compiler's output from its first error on."""
+    found = output.splitlines()
+    start = next((i for i, line in enumerate(found) if "error" in line), 0)
+    return "\n".join(found[start : start + lines]) or "(it said nothing)"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compiles every library, or says what is in use."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv not in ([], ["--check"]):
+        print(f"usage: python -m threed.native.build [--check], not {shlex.join(argv)}", file=sys.stderr)
+        return 2
+    if argv:
+        from threed.native import status
+
+        found = status()
+        print("\n".join(f"{name:<6} {text}" for name, text in found.items()))
+        return int(not all(text.startswith("native") for name, text in found.items() if LIBRARIES[name].sources))
+    code = 0
+    for library in LIBRARIES.values():
+        try:
+            print(f"{library.name:<6} {ensure(library)}")
+        except Unavailable as reason:
+            print(f"{library.name:<6} left out: {reason}")
+        except BuildError as error:
+            print(f"{library.name:<6} {error}", file=sys.stderr)
+            code = 1
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,275 @@
+"""Which layers are computed again in the backward, and where their inputs are kept until then.
+
+    recomputed = build(config, layers, held, slicing, topology)     # what a Stage is told
+    kept = recomputed.keeper.keep(x)                                # after a layer's forward
+    keeper.fetch(kept) · keeper.bring(kept)                         # a few layers ahead of its backward
+    x = keeper.take(kept)       ...     keeper.drop(kept)
+
+Kept is the input itself; or a copy in a slot of an arena, in host memory beside a GPU, or on a drive. Where every
+tensor rank has the same input each keeps its part of it, and they are gathered again (ZeRO, arXiv 1910.02054, section
+6.1: P_a, P_a+cpu). `fetch` begins to read from the drive, `bring` begins to move to the device and to gather; all
+tensor ranks run the same layers in the same order, so their gathers meet.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from threed import collectives, schedules
+from threed.checks import check_recompute
+from threed.collectives import Pending
+from threed.config import Config, ConfigError
+from threed.layers.recompute import Selective
+from threed.layers.slicing import Slicing
+from threed.memory.arena import Arena
+from threed.memory.io import Disk
+from threed.memory.tiers import Drive, Home, InMemory, Loan
+from threed.topology import Axis, Topology
+
+FETCH_AHEAD = 2  # inputs on their way from the drive
+BRING_AHEAD = 1  # inputs being gathered, or on their way to the device
+BUFFERS = 2 * FETCH_AHEAD + 2  # of the drive: read ahead, the one in use, written behind
+
+
+class Homes(Protocol):
+    """Places for inputs, used again and again."""
+
+    def take(self, numel: int, dtype: torch.dtype) -> Home:
+        """A place for so many numbers."""
+
+    def give(self, home: Home) -> None:
+        """The place is free."""
+
+
+class InArena:
+    """Slots of an arena."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+
+    def take(self, numel: int, dtype: torch.dtype) -> Home:
+        return InMemory(self.arena.take(numel, dtype))
+
+    def give(self, home: Home) -> None:
+        assert isinstance(home, InMemory)
+        self.arena.give(home.tensor)
+
+
+class OnDrives:
+    """Regions of a swap file. Buffers are as large as the largest input so far."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.disk = disk
+        self._drive: Drive | None = None
+        self._free: dict[tuple[int, torch.dtype], list[Home]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> Home:
+        nbytes = -(-numel * dtype.itemsize // 4096) * 4096
+        if self._drive is None or nbytes > self._drive.nbytes:
+            self._drive = Drive(self.disk, nbytes, BUFFERS)
+            self._free.clear()
+        free = self._free.setdefault((numel, dtype), [])
+        return free.pop() if free else self._drive(numel, dtype)
+
+    def give(self, home: Home) -> None:
+        self._free.setdefault((home.numel, home.dtype), []).append(home)
+
+
+@dataclass(eq=False)
+class Kept:
+    """A layer's input. value: on the device, whole or this rank's part."""
+
+    shape: torch.Size
+    home: Home | None = None
+    value: Tensor | None = None
+    loan: Loan | None = None
+    gathering: Pending | None = None
+
+
+class Keeper:
+    """Keeps inputs. axis: over which they are sliced, or None. homes: where copies go; None: inputs themselves stay.
+    device: where layers run; homes in the memory of another one are reached by a stream of their own."""
+
+    def __init__(self, axis: Axis | None, homes: Homes | None, device: torch.device, away: bool = False) -> None:
+        self.axis, self.homes, self.device = axis, homes, device
+        self._stream = torch.cuda.Stream(device) if away and device.type == "cuda" else None
+        self._leaving: deque[tuple[torch.cuda.Event, Loan]] = deque()
+
+    def keep(self, x: Tensor) -> Kept:
+        """Keeps x [any shape]; what it lies in may be freed or used again as soon as this returns."""
+        kept, part, numel = Kept(x.shape), x.detach(), x.numel()
+        if self.axis is not None:
+            numel = -(-numel // self.axis.size)
+            first = self.axis.index * numel
+            part = part.reshape(-1)[first : first + numel]  # the last ranks' may be short
+        if self.homes is None:
+            kept.value = self._own(part, numel)
+            return kept
+        kept.home = self.homes.take(numel, x.dtype)
+        loan = kept.home.blank()
+        self._copy_out(part.reshape(-1), loan)
+        return kept
+
+    def _own(self, part: Tensor, numel: int) -> Tensor:
+        """A tensor that keeps no more memory alive than its own: itself, or a copy of this rank's part."""
+        if self.axis is None:
+            return part if part.untyped_storage().nbytes() <= part.nbytes else part.clone()
+        own = part.new_empty(numel)
+        own[: part.numel()].copy_(part)
+        return own
+
+    def _copy_out(self, part: Tensor, loan: Loan) -> None:
+        target = loan.values[: part.numel()]
+        if self._stream is None:
+            target.copy_(part)
+            loan.store()
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(part, non_blocking=True)
+            part.record_stream(self._stream)
+            self._leaving.append((self._stream.record_event(), loan))
+        self._store_left(at_most=1)
+
+    def _store_left(self, at_most: int) -> None:
+        """What has come from the device may go on; all but the last few are waited for."""
+        while self._leaving and (len(self._leaving) > at_most or self._leaving[0][0].query()):
+            event, loan = self._leaving.popleft()
+            event.synchronize()
+            loan.store()
+
+    def fetch(self, kept: Kept) -> None:
+        """Begins to read it, if it is on a drive."""
+        if kept.home is not None and kept.loan is None and kept.value is None:
+            self._store_left(at_most=0)
+            kept.loan = kept.home.fetch()
+
+    def bring(self, kept: Kept) -> None:
+        """Begins to make it whole on the device."""
+        self.fetch(kept)
+        if kept.value is None:
+            assert kept.loan is not None
+            kept.value = self._copy_in(kept, kept.loan.wait())
+        if self.axis is not None and kept.gathering is None:
+            kept.gathering = collectives.start_all_gather(kept.value, self.axis)
+
+    def _copy_in(self, kept: Kept, values: Tensor) -> Tensor:
+        if self._stream is None:
+            return values
+        with torch.cuda.stream(self._stream):
+            value = values.to(self.device, non_blocking=True)
+            arrived = self._stream.record_event()
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(arrived)
+        value.record_stream(current)
+        return value
+
+    def take(self, kept: Kept) -> Tensor:
+        """The input, as it was; until `drop` it may lie in the place where it was kept."""
+        self.bring(kept)
+        assert kept.value is not None
+        whole = kept.value
+        if kept.gathering is not None:
+            whole = kept.gathering.wait()
+            self.drop(kept)
+        return whole[: kept.shape.numel()].view(kept.shape) if self.axis is not None or kept.home else whole
+
+    def drop(self, kept: Kept) -> None:
+        """It is not needed any more; dropping it again does nothing."""
+        if kept.gathering is not None:
+            kept.gathering.wait()
+        if kept.loan is not None:
+            if self._stream is not None and not isinstance(kept.home, InMemory):
+                self._stream.synchronize()  # the drive may fill the buffer anew, while it is read from
+            kept.loan.drop()
+        if kept.home is not None and self.homes is not None:
+            self._store_left(at_most=0)
+            self.homes.give(kept.home)
+        kept.home = kept.value = kept.loan = kept.gathering = None
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """Units of a stage that are computed again: whole ones from what `keeper` has, or `selective`'s operations."""
+
+    units: frozenset[int] = frozenset()
+    keeper: Keeper | None = None
+    selective: Selective | None = None
+
+
+def choose(layers: Sequence[nn.Module], every: int) -> list[int]:
+    """The numbers of the layers to compute again: of those that may be (`recomputable` is not False), every n-th.
+
+    Counted over the whole model, so that it does not depend on how it is cut into stages.
+    """
+    return [n for n, layer in enumerate(layers) if getattr(layer, "recomputable", True)][::every]
+
+
+def build(
+    config: Config, layers: Sequence[nn.Module], held: range, slicing: Slicing, topology: Topology
+) -> Recomputed:  # fmt: skip
+    """What the stage with the layers `held` of the model does; its units are numbered from 0.
+
+    Raises ConfigError for keys that would do nothing.
+    """
+    if problems := list(check_recompute(config)):
+        raise ConfigError(problems)
+    r = config.recompute
+    units = frozenset(n - held.start for n in choose(layers, r.every) if n in held)
+    if r.mode == "none" or not units:
+        return Recomputed()
+    if r.mode == "selective":
+        selective = Selective(r.ops)
+        for unit in units:
+            selective.install(layers[held.start + unit])
+        return Recomputed(units, selective=selective)
+    sliced = r.partition and slicing.tp.size > 1 and not slicing.scattered
+    homes = _homes(config, topology, len(units))
+    return Recomputed(units, Keeper(slicing.tp if sliced else None, homes, topology.device, r.offload != "none"))
+
+
+def _homes(config: Config, topology: Topology, units: int) -> Homes | None:
+    """Where inputs are kept; None where they stay what they are. Host memory beside a CPU is where they are already."""
+    r, on_gpu = config.recompute, topology.device.type == "cuda"
+    if r.offload == "nvme":
+        return OnDrives(Disk(str(config.zero.nvme_path), f"activations-rank{topology.rank}"))
+    pinned = r.offload == "cpu" and on_gpu
+    if not (r.arena or pinned):
+        return None
+    device = torch.device("cpu") if pinned else topology.device
+    return InArena(Arena(units * _live(config, topology), device, pinned=pinned))
+
+
+def _live(config: Config, topology: Topology) -> int:
+    """Micro-batches whose activations this stage holds at the worst moment."""
+    p, train = config.parallel, config.train
+    microbatches = max(1, train.global_batch // (train.micro_batch * topology.dp))
+    plan = schedules.build(p.schedule, p.pp, microbatches)
+    peaks = schedules.simulate(plan, schedules.Costs(1, 1, 1)).peak_activations
+    return -int(-peaks[topology.axis("pp").index] // 1)
+
+
+def enable(module: nn.Module, config: Config) -> None:
+    """Recompute in a module that is not built from `threed.layers`: its own checkpointing, if it has one.
+
+    Raises ConfigError for what such a module cannot do.
+    """
+    r, kind = config.recompute, type(module).__name__
+    if r.mode == "none":
+        return
+    fix = "wrap its blocks by torch.utils.checkpoint yourself, or build it from threed.layers"
+    found = getattr(module, "gradient_checkpointing_enable", None)
+    if r.mode == "selective":
+        raise ConfigError([f"--recompute.mode selective: {kind} has no operations known by name; use full, or {fix}"])
+    more = [("every", r.every != 1), ("partition", r.partition), ("offload", r.offload != "none"), ("arena", r.arena)]
+    if asked := [f"--recompute.{name}" for name, given in more if given]:
+        raise ConfigError([f"{', '.join(asked)}: {kind} is not built from threed.layers; leave out, or {fix}"])
+    if found is None:
+        raise ConfigError([f"--recompute.mode full: {kind} has no gradient_checkpointing_enable(); {fix}"])
+    found(gradient_checkpointing_kwargs={"use_reentrant": False})
