@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from threed import rng
+from threed import native, rng
 from threed.sharding import Box, Init, Piece, boxes, initial
 
 # Random123 1.14.0 (Salmon et al., SC 2011), tests/kat_vectors, philox4x32-10: counter, key, result.
@@ -186,3 +186,16 @@ def test_a_mask_drops_at_its_rate_in_every_lane(p: float) -> None:
     n = keep.numel() // 4
     for lane in range(4):
         assert abs(keep[..., lane::4].double().mean() - (1 - p)) <= 4.5 * math.sqrt(p * (1 - p) / n)
+
+
+@pytest.mark.skipif(native.library("cpu") is None, reason="no native library: no compiler")
+def test_the_native_normals_are_those_of_torch() -> None:
+    """Both round the same fp64 formula to fp32; two libraries' last fp64 bit shows once in 2^28 values."""
+    blocks = torch.cat((torch.arange(200_000), torch.arange(2**32 - 7, 2**32 + 7), torch.tensor([2**40 + 1])))
+    stream = rng.key(7, "weight")
+    want = rng.normal_blocks(blocks, stream)
+    assert torch.equal(rng._normal_blocks(blocks, stream), want)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    assert torch.equal(rng._normal_blocks(blocks, stream), want)
+    torch.set_num_threads(threads)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
 
-from configs import Case, Result, train
+from configs import Case, Result, batch, config_of, engine_of, share, train
 from harness import run_ranks
+from threed.memory.tiers import InMemory
+from threed.zero.reducer import Gradient
 
 
 def difference(one: Result, other: Result) -> float:
@@ -80,7 +85,7 @@ def test_without_data_ranks_offload_is_what_makes_slices(case: Case, tolerance: 
 
 
 def delayed_truth(case: Case, steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Plain: the gradients of step k are those of the weights after update k - 2, and update k - 1's weights get them."""
+    """Gradients of step k are made with the weights after update k - 2, and applied to those after update k - 1."""
     config = config_of(replace(case.truth, dtype=case.dtype))
     stale, fresh = engine_of(config), engine_of(config)
     losses: list[float] = []

@@ -9,6 +9,7 @@ schedule cannot change it. Four 32-bit words come from one counter; element e is
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import math
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from threed import native
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -50,6 +53,24 @@ def _unit(word: Tensor) -> Tensor:
 
 def _normal_blocks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
     """Four standard normals [n 4] for each counter, by Box-Muller in fp64 (so that fp32 rounding hides libm)."""
+    library = native.library("cpu")
+    return normal_blocks(blocks, stream) if library is None else _native_blocks(library, blocks, stream)
+
+
+def _native_blocks(library: ctypes.CDLL, blocks: Tensor, stream: tuple[int, int]) -> Tensor:
+    """The same by csrc/cpu/philox.cpp."""
+    blocks = blocks.contiguous()
+    out = torch.empty(blocks.numel(), 4, dtype=torch.float32)
+    pointer, word = ctypes.c_void_p, ctypes.c_uint32
+    library.threed_normal(
+        pointer(out.data_ptr()), pointer(blocks.data_ptr()), ctypes.c_int64(blocks.numel()), word(stream[0]),
+        word(stream[1]), ctypes.c_int(torch.get_num_threads()),
+    )  # fmt: skip
+    return out
+
+
+def normal_blocks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
+    """The same in torch operations: what runs without a compiler, and what the native twin is tested against."""
     w0, w1, w2, w3 = philox((blocks & _MASK, blocks >> 32, 0, 0), stream)
     out = torch.empty(blocks.numel(), 4, dtype=torch.float32)
     for column, (a, b) in enumerate(((w0, w1), (w2, w3))):

@@ -12,6 +12,7 @@ does not grow with what the drive holds (ZeRO-Infinity, arXiv 2104.07857, sectio
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from threed.collectives import Pending, done
 from threed.memory.io import Disk, Transfer
 from threed.memory.pool import Pool
 
@@ -109,6 +111,34 @@ def memory_tier(device: torch.device) -> Tier:
         return InMemory(torch.zeros(numel, dtype=dtype, device=device, pin_memory=pinned))
 
     return home
+
+
+def start_copy(values: Tensor, device: torch.device) -> Pending:
+    """Begins to copy values to a device; where they are there already, that is it.
+
+    From a GPU to the host it goes on a stream of its own, beside what the GPU computes, into page-locked memory.
+    """
+    if values.device == device:
+        return done(values)
+    if not (values.is_cuda and device.type == "cpu"):
+        return done(values.to(device))
+    stream = _copy_stream(values.device)
+    stream.wait_stream(torch.cuda.current_stream(values.device))
+    with torch.cuda.stream(stream):
+        out = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+        values.record_stream(stream)
+        copied = stream.record_event()
+
+    def finish() -> Tensor:
+        copied.synchronize()
+        return out
+
+    return Pending(finish)
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class Drive:

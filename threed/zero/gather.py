@@ -139,7 +139,9 @@ class Gatherer:
 
     def _gather(self, bucket: Bucket, loan: Loan) -> Pending:
         window, own = bucket.group.params[bucket.first : bucket.last], loan.wait()
-        pending = collectives.start_all_gather(own.to(window.device, non_blocking=True), self.axis, out=window)
+        stays = bucket.own is not None  # a drive's buffer is used again: nothing may still be copied from it
+        own = own.to(window.device, non_blocking=stays)
+        pending = collectives.start_all_gather(own, self.axis, out=window)
 
         def finish() -> Tensor:
             whole = pending.wait()

@@ -153,7 +153,7 @@ class Optimizer:
         """Puts a bucket's weights into the parameters, and begins to gather what stays whole."""
         if not state.shared:
             parameter = state.bucket.home.blank()
-            parameter.values.copy_(weight)
+            parameter.values.copy_(weight, non_blocking=isinstance(state.weight, InMemory))  # else used again
             parameter.store()
         self.gatherer.publish(state.bucket)
 

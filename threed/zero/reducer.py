@@ -22,7 +22,7 @@ from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
-from threed.memory.tiers import Home, InMemory, Loan
+from threed.memory.tiers import Home, InMemory, Loan, start_copy
 from threed.ops import matmul
 from threed.topology import Axis
 from threed.zero.gradients import ByBucket, Gradients, Whole
@@ -146,6 +146,7 @@ class Reducer:
         self._missing: list[int] = []
         self._begun = 0  # buckets of this round that have left
         self._travelling: deque[Travelling] = deque()
+        self._arriving: deque[tuple[Travelling, Pending]] = deque()  # summed, and on their way to the host
         self._squares: dict[int, Tensor] = {}  # of slices that are not in memory: by the bucket's number
         self._numbers = {id(bucket): number for number, bucket in enumerate(layout.buckets)}
         self._aside: dict[int, tuple[Slot, Tensor]] = {}
@@ -160,11 +161,9 @@ class Reducer:
     def begin(self, microbatches: int) -> None:
         """Expects the gradients of a step; what is left of one that was given up is forgotten."""
         while self._travelling:
-            given_up = self._travelling.popleft()
-            given_up.loan.wait()
-            given_up.pending.wait()
-            given_up.loan.drop()
-            self.memory.left(given_up.window)
+            self._land()
+        while self._arriving:
+            self._arrive()
         self.memory.reset()
         self._aside.clear()
         self._passes, self._first = (1 if self.rounds else microbatches), True
@@ -208,10 +207,18 @@ class Reducer:
     def _land(self) -> None:
         """Waits for the bucket that has been on its way longest."""
         t = self._travelling.popleft()
-        own = t.loan.wait()
+        t.loan.wait()  # what the sum may be added to
         total = t.pending.wait()
+        self._arriving.append((t, start_copy(total, t.loan.values.device)))
+        while len(self._arriving) > (IN_FLIGHT if total.device != t.loan.values.device else 0):
+            self._arrive()
+
+    def _arrive(self) -> None:
+        """Waits for the slice that has been on its way home longest."""
+        t, copy = self._arriving.popleft()
+        total, own = copy.wait(), t.loan.wait()
         if total.data_ptr() != own.data_ptr():
-            own.add_(total.to(own.device)) if t.add else own.copy_(total)
+            own.add_(total) if t.add else own.copy_(total)
         self._put_back(t.bucket, t.loan)
         self.memory.left(t.window)
 
@@ -246,6 +253,8 @@ class Reducer:
         self.all_passes_ended()
         while self._travelling:
             self._land()
+        while self._arriving:
+            self._arrive()
         if any(group.sliced for group in self.layout.groups):
             self.memory.trim()  # gathered parameters are the next to need memory
         if self.dynamic:
