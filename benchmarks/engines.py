@@ -88,7 +88,7 @@ class ThreeD:
 def make_trainer(config: GPTConfig, topology: Topology, settings: dict[str, Any]) -> Trainer:
     """threed's engine on a model of its own layers of the reference model's shapes."""
     full = complete(config, topology, settings)
-    slicing = Slicing(topology.axis("tp"), bool(full.parallel.sequence), full.train.seed)
+    slicing = Slicing(topology.axis("tp"), bool(full.parallel.sequence), full.train.seed, full.zero.tile)
     return Trainer(models.build(full.model, slicing), topology, full)
 
 

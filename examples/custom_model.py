@@ -77,7 +77,7 @@ def main() -> None:
     data = open_data(d.path, d.tokenizer, d.split, config.model.seq, train.seed)
     config = resolve(config, data.vocab, world)
     topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)
-    slicing = threed.Slicing(topology.axis("tp"), bool(config.parallel.sequence), train.seed)
+    slicing = threed.Slicing(topology.axis("tp"), bool(config.parallel.sequence), train.seed, config.zero.tile)
     engine = threed.Engine(ParallelModel(config.model, slicing), topology, config)
     share = train.global_batch // topology.dp  # sequences of a step that are this data rank's
     for step in range(train.steps):

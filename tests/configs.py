@@ -38,6 +38,7 @@ class Case:
     bucket_mib: float = 64.0
     shard: int | str = "all"
     prefetch: int = 1
+    tile: int = 1
     offload_optimizer: str = "none"
     offload_params: str = "none"
     recompute: str = "none"  # none | full | selective | ... of RECOMPUTE
@@ -58,7 +59,7 @@ class Case:
     def truth(self) -> Case:
         """The same training on one process in one micro-batch."""
         single = replace(self, pp=1, dp=1, tp=1, sequence=False, zero=0, schedule="1f1b", microbatches=1)
-        home = replace(single, offload_optimizer="none", offload_params="none", recompute="none")
+        home = replace(single, offload_optimizer="none", offload_params="none", tile=1, recompute="none")
         return replace(home, microbatches=-self.rows, bucket_mib=64.0, partition="balanced", shard="all", prefetch=1)
 
 
@@ -90,7 +91,7 @@ def config_of(case: Case) -> Config:
             "partition": case.partition,
         },
         "zero": {
-            "stage": case.zero, "bucket_mib": case.bucket_mib, "shard_size": case.shard, "prefetch": case.prefetch,
+            "stage": case.zero, "bucket_mib": case.bucket_mib, "shard_size": case.shard, "prefetch": case.prefetch, "tile": case.tile,
             "offload_optimizer": case.offload_optimizer, "offload_params": case.offload_params,
             "nvme_path": tempfile.gettempdir() if "nvme" in places else None,
             "resident": 0,  # slice everything: the default keeps parameters as small as these whole
@@ -131,7 +132,7 @@ def topology_of(pp: int, tp: int) -> Topology:
 def engine_of(config: Config, **keywords: object) -> Engine:
     """The engine of a configuration in this world."""
     topology = topology_of(config.parallel.pp, config.parallel.tp)
-    slicing = Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed)
+    slicing = Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
     return Engine(models.build(config.model, slicing), topology, config, **keywords)  # type: ignore[arg-type]
 
 

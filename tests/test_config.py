@@ -288,6 +288,7 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
         ("--zero.offload-optimizer cpu --zero.stage 0", 1, ["what ZeRO slices", "use --zero.stage 1, 2 or 3"]),
         ("--zero.offload-params cpu --zero.stage 2", 2, ["parameters are whole", "use --zero.stage 3"]),
         ("--zero.offload-optimizer nvme", 1, ["--zero.nvme-path FOLDER"]),
+        ("--zero.tile 4 --zero.stage 2", 2, ["use --zero.stage 3"]),
         ("--zero.nvme-path /mnt", 1, ["--zero.offload-optimizer nvme, or leave it out"]),
         ("--zero.delayed-update true", 1, ["use --zero.offload-optimizer cpu"]),
         ("--zero.shard-size 3 --parallel.tp 3 --model.heads 6 --model.hidden 96 --model.seq 96", 8, ["world size 8"]),
@@ -329,8 +330,6 @@ def test_what_works_is_not_refused(line: str, world: int) -> None:
 @pytest.mark.parametrize(
     "line",
     """--parallel.cp 2|--parallel.ep 2|--parallel.schedule zb-h1|--parallel.chunks 2|--parallel.partition measured
-    --zero.tile 4|--recompute.mode full|--recompute.every 2
-    --recompute.partition true|--recompute.offload cpu|--recompute.arena true
     --precision.dtype fp8|--checkpoint.async true""".replace("\n", "|").split("|"),
 )
 def test_a_feature_that_is_not_there_is_refused_by_name(line: str) -> None:

@@ -263,7 +263,8 @@ def fill_buffers(layer: nn.Module, topology: Topology) -> Reducer:
 
 def grads_of_buffers(reducer: Reducer) -> Iterator[tuple[Tensor, Tensor]]:
     """Every parameter and its gradient as the optimizer will see it; nothing is left to autograd."""
-    for bucket, part in zip(reducer.layout.buckets, reducer.finish(), strict=True):
+    slices = (gradient.home.fetch().wait() for gradient in reducer.finish())
+    for bucket, part in zip(reducer.layout.buckets, slices, strict=True):
         for slot in bucket.group.slots:
             assert slot.param.grad is None
             yield slot.param, bucket.group.view(slot, part)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
+import json
 import os
 import random
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import threading
 import time
@@ -19,6 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import nvme
 from threed import native
 from threed.memory import io
 from threed.memory.io import BLOCK, Disk, SwapError, Transfer
@@ -453,6 +457,51 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pyte
         Disk("/proc/nowhere", "x")
     with pytest.raises(ValueError, match="'magic' is none of auto, io_uring, threads, python"):
         Disk(tmp_path, "x", backend="magic")
+
+
+def forbid(first: int, last: int) -> None:
+    """From now on these system calls fail with EPERM in this process, as container runtimes have it (seccomp(2))."""
+    allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
+    steps = [(0x20, 0, 0, 0), (0x35, 0, 2, first), (0x25, 1, 0, last), (0x06, 0, 0, refuse), (0x06, 0, 0, allow)]
+    code = b"".join(struct.pack("=HBBI", *step) for step in steps)
+    memory = ctypes.create_string_buffer(code)
+    program = ctypes.create_string_buffer(struct.pack("@HP", len(steps), ctypes.addressof(memory)))
+    libc, no_new_privileges, seccomp, filtered = ctypes.CDLL(None), 38, 22, 2
+    assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
+    assert libc.prctl(seccomp, filtered, ctypes.c_void_p(ctypes.addressof(program)), 0, 0) == 0
+
+
+def test_where_the_kernel_blocks_io_uring_threads_are_used(tmp_path: Path) -> None:
+    if native.library("cpu") is None:
+        pytest.skip(f"the native library is not built: {native.status()['cpu']}")
+
+    def child() -> None:
+        forbid(425, 427)  # io_uring_setup, _enter and _register: the same numbers on every architecture
+        with pytest.raises(SwapError, match=r"'io_uring' .*Operation not permitted; use backend 'auto'"):
+            Disk(tmp_path, "states", backend="io_uring")
+        disk, values, into = Disk(tmp_path, "states"), noise(100_000), torch.empty(100_000, dtype=torch.uint8)
+        assert disk.backend == "threads"
+        disk.write(disk.reserve(100_000), values).wait()
+        disk.read(0, into).wait()
+        assert torch.equal(into, values)
+
+    assert forked(child) == 0
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_every_way_that_needs_nothing_installed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--dir", str(tmp_path), "--rounds", "2", "--tensors", "2", "--mib", "1", "--fresh"]
+    nvme.main([*options, "--only", "threed", "o_direct"])
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    ours = ["threed", "threed_threads", "threed_python"]
+    assert [r["contender"] for r in records[:4]] == [*ours, "o_direct_hugepages_1thread_8MiB"]
+    assert [(r["operation"], r["contender"]) for r in records[4:]] == [(o, c) for o in ("write", "read") for c in ours]
+    for record in records[4:]:
+        assert record["best_peer"]
+        assert 0 < record["interval"][0] <= record["ratio"] <= record["interval"][1]
+    assert os.listdir(tmp_path) == []
 
 
 def test_auto_takes_the_best_that_runs_and_python_needs_no_library(

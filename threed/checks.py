@@ -40,7 +40,6 @@ REFUSALS = (
     Refusal("parallel", "schedule", ("1f1b", "gpipe"), "this schedule"),
     Refusal("parallel", "chunks", (None, 1), "more than one model chunk on a rank"),
     Refusal("parallel", "partition", ("balanced", "uniform"), "partition by measured cost", ("measured",)),
-    Refusal("zero", "tile", (1,), "tiling of linear layers"),
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
     Refusal("checkpoint", "async_", (False,), "saving while training goes on"),
 )
@@ -164,6 +163,11 @@ def _check_offload(config: Config) -> Iterator[str]:
         yield f"{to_nvme[0]} nvme: say where with --zero.nvme-path FOLDER, on a fast local drive"
     if zero.nvme_path is not None and not to_nvme:
         yield "--zero.nvme-path without anything offloaded to it: use --zero.offload-optimizer nvme, or leave it out"
+    if zero.tile > 1 and zero.stage != 3:
+        yield (
+            f"--zero.tile {zero.tile} with --zero.stage {zero.stage}: tiles are gathered one at a time, and there is "
+            "nothing to gather; use --zero.stage 3, or leave it out"
+        )
     if zero.delayed_update and zero.offload_optimizer != "cpu":
         yield "--zero.delayed-update true works on optimizer states in host memory: use --zero.offload-optimizer cpu"
 

@@ -120,7 +120,7 @@ class RecomputeConfig(_Group):
     every: Count = Field(1, description="recompute each n-th layer")
     partition: Switch = Field(False, description="keep only a slice over tp of each saved input")
     offload: Place = Field("none", description="where saved inputs live when not on the device")
-    arena: Switch = Field(False, description="keep saved inputs in one buffer allocated at start")
+    arena: Switch = Field(False, description="saved inputs in one buffer, and gradient buffers kept, from step to step")
 
 
 class PrecisionConfig(_Group):

@@ -126,6 +126,11 @@ class Engine:
         self.topology = topology
         self.model = self._as_model(model)
         self.wrapped = self.model if isinstance(self.model, Wrapped) else None
+        if config.zero.tile != self.model.slicing.tile:
+            fix = "build it with Slicing(..., tile=config.zero.tile)" if self.wrapped is None else "leave it out"
+            raise ConfigError(
+                [f"--zero.tile {config.zero.tile}: this model is cut into {self.model.slicing.tile}; {fix}"]
+            )
         self.config = config = resolve(config, 0, topology.world) if self.wrapped else config
         if self.wrapped is not None:
             checkpoints.enable(self.wrapped.module, config)
@@ -169,6 +174,8 @@ class Engine:
         config, topology, layers = self.config, self.topology, self.model.layers()
         setup.check_groups(config.optim, layers)
         costs = self.model.costs(config.train.micro_batch)
+        if config.recompute.mode == "full":
+            costs = checkpoints.with_recompute(costs, checkpoints.choose(layers, config.recompute.every))
         self.ranges = build.partition(config.parallel.partition, costs, topology.pp)
         self.stage_index = topology.axis("pp").index
         mine = [layers[index] for index in self.ranges[self.stage_index]]

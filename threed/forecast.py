@@ -7,16 +7,26 @@ print(forecast.text())                          # what a run prints at its start
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from threed import schedules
 from threed.config import Config
 from threed.models.dimensions import decoder, layer_flops
 from threed.pipeline.build import partition
-from threed.planner import LayerCost, communication_bytes, rank_bytes, regime, stage_parameters, transformer_costs
+from threed.pipeline.checkpoints import BUFFERS, with_recompute
+from threed.planner import (
+    LayerCost,
+    block_cost,
+    communication_bytes,
+    fully_recomputed,
+    rank_bytes,
+    regime,
+    stage_parameters,
+    transformer_costs,
+)
 from threed.planner import train_flops_per_token as flops_per_token
 from threed.precision import dtype
-from threed.topology import AXES, coordinates, grid_sizes, place_label
+from threed.topology import AXES, coordinates, default_device, grid_sizes, place_label
 
 MIB = 2**20
 MOMENTS = {"adamw": 2, "sgd": 1, "lion": 1}  # what an optimizer keeps of each parameter
@@ -54,10 +64,11 @@ class Forecast:
         p, train = config.parallel, config.train
         sizes = grid_sizes(world, pp=p.pp, dp=p.dp, cp=p.cp, tp=p.tp)
         flops = layer_flops(config.model, train.micro_batch)
-        stages = partition(p.partition, flops, p.pp)
+        again = recomputed_layers(config)
+        stages = partition(p.partition, with_recompute(flops, again if full(config) else ()), p.pp)
         microbatches = train.global_batch // (train.micro_batch * sizes["dp"])
         plan = schedules.build(p.schedule, p.pp, microbatches)
-        timeline = _timeline(flops, stages, plan)
+        timeline = _timeline(flops, stages, plan, again if full(config) else ())
         whole = decoder(config.model, micro_batch=train.micro_batch)
         held = _held_and_sent(config, sizes, stages, plan, timeline)
         ranks = []
@@ -82,6 +93,7 @@ class Forecast:
             f"ranks      {grid}",
             f"a step     {train.global_batch} × {c.model.seq} tokens, {self.microbatches} micro-batches a data rank",
             f"pipeline   {c.parallel.schedule}, ideal bubble {self.bubble:.1%}",
+            *([f"recompute  {_recompute_text(c)}"] if c.recompute.mode != "none" else []),
             *([f"traffic    up to {sent} MiB sent by a rank in a step"] if sent else []),
             *(_line(rank) for rank in self.ranks[:16]),
         ]
@@ -89,7 +101,9 @@ class Forecast:
 
 
 def _line(rank: RankForecast) -> str:
-    parts = " + ".join(f"{name} {size / MIB:.1f}" for name, size in rank.bytes.items() if name != "peak")
+    device = [f"{name} {size / MIB:.1f}" for name, size in rank.bytes.items() if name not in ("peak", "offloaded")]
+    away = f"; offloaded {rank.bytes['offloaded'] / MIB:.1f}" if "offloaded" in rank.bytes else ""
+    parts = " + ".join(device) + away
     layers = f"layers {rank.layers.start}–{rank.layers.stop - 1}"
     return f"  rank {rank.rank:<3} {rank.label:<15} {layers:<14} {rank.bytes['peak'] / MIB:8.1f} MiB = {parts}"
 
@@ -115,10 +129,46 @@ def _sharing(config: Config, data_ranks: int) -> dict[str, int]:
     }
 
 
-def _timeline(flops: Sequence[float], stages: Sequence[range], plan: schedules.Plan) -> schedules.Timeline:
-    """The schedule played out with each stage's own cost; backward is twice forward."""
+def _timeline(
+    flops: Sequence[float], stages: Sequence[range], plan: schedules.Plan, again: Sequence[int]
+) -> schedules.Timeline:
+    """The schedule played out with each stage's own cost; backward is twice forward, and forward `again`."""
     forward = tuple(sum(flops[i] for i in stage) / 3 for stage in stages)
-    return schedules.simulate(plan, schedules.Costs(forward, forward, forward))
+    backward = tuple(
+        once + sum(flops[i] for i in stage if i in again) / 3 for once, stage in zip(forward, stages, strict=True)
+    )
+    return schedules.simulate(plan, schedules.Costs(forward, backward, forward))
+
+
+def full(config: Config) -> bool:
+    """Whether whole layers are recomputed."""
+    return config.recompute.mode == "full"
+
+
+def recomputed_layers(config: Config) -> range:
+    """The layers of which something is computed again: each n-th block."""
+    return range(0) if config.recompute.mode == "none" else range(1, config.model.layers + 1)[:: config.recompute.every]
+
+
+def _recompute_text(config: Config) -> str:
+    """What is kept, and where."""
+    r, sliced = config.recompute, config.parallel.sequence and config.parallel.tp > 1
+    layers = "each block" if r.every == 1 else f"one block in {r.every}"
+    if r.mode == "selective":
+        return f"{', '.join(r.ops)} of {layers}"
+    parts = [f"{layers} from its input"]
+    if r.partition:
+        parts.append("sliced over tp" + (" (by sequence parallelism already)" if sliced else ""))
+    if r.offload == "cpu":
+        parts.append("in host memory" + ("" if on_gpu() else " (where it is anyway: there is no GPU)"))
+    elif r.offload == "nvme":
+        parts.append(f"in {config.zero.nvme_path}")
+    return ", ".join(parts + ["in an arena"] * r.arena)
+
+
+def on_gpu() -> bool:
+    """Whether ranks compute on GPUs here."""
+    return default_device().type == "cuda"
 
 
 def layer_costs(config: Config, tensor_rank: int) -> list[LayerCost]:
@@ -128,7 +178,15 @@ def layer_costs(config: Config, tensor_rank: int) -> list[LayerCost]:
         config.model, micro_batch=config.train.micro_batch, tensor=p.tp, tensor_rank=tensor_rank,
         sequence=bool(p.sequence), element_bytes=_width(config.precision.dtype),
     )  # fmt: skip
-    return transformer_costs(dims, config.model.layers)
+    costs, r = transformer_costs(dims, config.model.layers), config.recompute
+    block = block_cost(replace(dims, recompute=r.ops)) if r.mode == "selective" else costs[1]
+    if full(config):
+        sliced = p.tp if r.partition and not dims.scattered else 1
+        away = r.offload == "nvme" or (r.offload == "cpu" and on_gpu())
+        block = fully_recomputed(block, sliced, BUFFERS if away else 0)
+    for number in recomputed_layers(config):
+        costs[number] = replace(block, name=costs[number].name)
+    return costs
 
 
 def _held_and_sent(

@@ -82,7 +82,7 @@ def train(config: Config, data: Data, command: list[str]) -> None:
     """Builds topology, model and engine from a resolved configuration, and trains."""
     p = config.parallel
     topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp)
-    slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed)
+    slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile)
     engine = Engine(models.build(config.model, slicing), topology, config)
     Trainer(engine, data, command).run()
 

@@ -1,5 +1,5 @@
-// AdamW (arXiv 1711.05101) on flat arrays in one pass: reads fp32, bf16, fp16 or fp64 gradients, applies the clip scale,
-// updates p, m and v (fp32 or fp64), and may write a narrow copy of the new p.
+// AdamW (arXiv 1711.05101) on flat arrays in one pass: reads gradients of any format, applies the clip scale, updates
+// p, m and v (fp32 or fp64), and may write a narrow copy of the new p.
 //
 // The kernel (adam_kernel.h) is compiled for AVX-512, for AVX2 and for the plain architecture; cpuid picks. Threads are
 // made for the call and joined in it: nothing stays behind that a fork could lose.
@@ -34,10 +34,10 @@
 
 namespace {
 
-constexpr int BLOCK = 512;                    // numbers: 2 KiB of each array; 256 to 512 measured best, 1024 worst
-constexpr int64_t STREAM_FROM = 1 << 20;      // numbers: from here on `out` would not stay in a cache anyway
-constexpr int64_t THREAD_FROM = 1 << 17;      // numbers a thread must have: 60 us of work, against 20 us to start one
-constexpr int64_t GRAIN = 1024;               // parts begin at multiples of it
+// Numbers: of a block (a kilobyte or two of each array: 256 and 512 measured best); from where on `out` would not stay in
+// a cache anyway; that a thread must have to be worth starting; at whose multiples parts begin.
+constexpr int BLOCK = 512;
+constexpr int64_t STREAM_FROM = 1 << 20, THREAD_FROM = 1 << 17, GRAIN = 1024;
 constexpr int MOST_THREADS = 256;
 
 struct Call {

@@ -11,7 +11,7 @@ struct Constants {
   T scale, keep, rest1, weight, beta2, rest2, eps, rate, root;
 };
 
-// bias corrections and rates in fp64, then once rounded
+// Bias corrections and rates are found in fp64 and rounded once.
 template <class T>
 inline Constants<T> constants_of(const Call& c) {
   const double t = *c.step, lr = *c.lr;

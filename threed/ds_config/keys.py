@@ -11,10 +11,16 @@ from typing import Any
 
 from threed.ds_config.section import Section
 
+ACTIVATIONS = (
+    "it configures deepspeed.checkpointing, which a model has to call; use the model's own, such as"
+    " gradient_checkpointing_enable()"
+)
+ALWAYS_ASYNC = "transfers are always asynchronous, many pieces at once"
+BUFFERS = "a buffer holds a bucket's slice, and there are as many as are under way; see reduce_bucket_size"
 MASTERS = "master weights and optimizer states are always fp32"
-MEMORY = "offload to CPU or NVMe comes with a later release; use device none"
 OVERLAP = "reductions and gathers always overlap compute"
 PREFETCH = "parameters are gathered unit by unit, the next ones ahead, and released after use"
+PINNED = "host memory is page-locked wherever there is a GPU"
 PROFILE = "engine.metrics has loss, norm, learning rate and seconds of a step; use torch.profiler for more"
 
 
@@ -38,6 +44,11 @@ def settle(section: Section, table: Table) -> None:
         section.refuse_block(key, why)
 
 
+def nothing(table: Table, why: str) -> Table:
+    """The same keys, all of them without effect."""
+    return Table(ignored=dict.fromkeys((*table.ignored, *table.refused), why))
+
+
 TOP = Table(
     ignored={
         "steps_per_print": "nothing is printed; engine.metrics has every step's loss, norm and learning rate",
@@ -57,11 +68,8 @@ TOP = Table(
         "prescale_gradients": "the loss is divided before the backward, by micro-batches and ranks",
         "gradient_predivide_factor": "the loss is divided before the backward, by micro-batches and ranks",
         "zero_allow_untested_optimizer": "every optimizer that is there works with every stage",
-        "zero_force_ds_cpu_optimizer": "there is no CPU optimizer to choose",
+        "zero_force_ds_cpu_optimizer": "the update is threed's own, wherever it runs",
         "vocabulary_size": "DeepSpeed only warns by it",
-        "activation_checkpointing": "it configures deepspeed.checkpointing, which a model has to call; use the model's"
-        " own, such as gradient_checkpointing_enable()",
-        "aio": "nothing is offloaded to NVMe",
         "nebula": "checkpoints are written to the folder you name",
         "datastates": "checkpoints are written to the folder you name",
         "pipeline": "the module runs whole on every rank",
@@ -105,7 +113,6 @@ ZERO = Table(
         "round_robin_gradients": "every rank owns a slice of every bucket",
         "load_from_fp32_weights": MASTERS,
         "elastic_checkpoint": "checkpoints load on any number of ranks",
-        "sub_group_size": "a bucket is the unit of the optimizer step",
         "compute_grad_norm": "the norm is always computed; it tells whether a step must be skipped",
         "stage3_prefetch_bucket_size": PREFETCH,
         "prefetch_bucket_size": PREFETCH,
@@ -130,15 +137,12 @@ ZERO = Table(
         "override_module_apply": "the module's methods are left alone",
         "log_trace_cache_warnings": "nothing is logged",
         "enable_sanity_checks": "ranks compare their buckets at start",
-        "save_muon_momentum_buffer_in_memory": "nothing is offloaded to NVMe",
+        "save_muon_momentum_buffer_in_memory": "there is no Muon",
         "leaf_module": "parameters are gathered where they are used; no module needs a mark",
-        "cpu_offload_use_pin_memory": "nothing is offloaded",
+        "cpu_offload_use_pin_memory": PINNED,
     },
     refused={
-        "cpu_offload": ((False,), MEMORY),
-        "cpu_offload_param": ((False,), MEMORY),
-        "cpu_offload_params": ((False,), MEMORY),
-        "zenflow": ((), MEMORY),
+        "zenflow": ((), "every update has the whole gradient of its step; leave it out"),
         "zero_hpz_partition_size": ((0, 1), "use mics_shard_size to slice within a group of ranks"),
         "zero_quantized_weights": ((False,), "weights are gathered as they are"),
         "zero_quantized_nontrainable_weights": ((False,), "weights are kept as they are"),
@@ -148,13 +152,49 @@ ZERO = Table(
     },
 )
 
-OFFLOAD = Table(
-    ignored=dict.fromkeys(
-        ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory", "pipeline_read", "pipeline_write",
-         "fast_init", "ratio", "super_offload", "cpuadam_cores_perc"),
-        "nothing is offloaded",
-    ),
-    refused={"device": (("none",), MEMORY)},
+OFFLOAD_OPTIMIZER = Table(
+    ignored={
+        "buffer_count": BUFFERS,
+        "pin_memory": PINNED,
+        "pipeline_read": "the next bucket is always read while one is updated",
+        "pipeline_write": "the last bucket is always written while one is updated",
+        "fast_init": "fresh states are zeros, which nobody has to write",
+        "super_offload": "there is one implementation: buckets leave while backward runs, and return while they update",
+        "cpuadam_cores_perc": "the update takes torch's threads: set OMP_NUM_THREADS",
+    },
+    refused={"ratio": ((1,), "a part of the states on the host; write 1 for all of them, or device none")},
+)
+
+OFFLOAD_PARAM = Table(
+    ignored={
+        "buffer_count": BUFFERS,
+        "buffer_size": BUFFERS,
+        "max_in_cpu": "with nvme all slices live on the drive, and only buffers are in memory",
+        "pin_memory": PINNED,
+    },
+)
+
+AIO = Table(
+    ignored={
+        "block_size": "a transfer is cut into pieces of threed's own size",
+        "queue_depth": ALWAYS_ASYNC,
+        "intra_op_parallelism": ALWAYS_ASYNC,
+        "thread_count": ALWAYS_ASYNC,
+        "single_submit": ALWAYS_ASYNC,
+        "overlap_events": ALWAYS_ASYNC,
+        "use_gds": "what is read from the drive passes through host memory",
+    },
+)
+
+ACTIVATION_CHECKPOINTING = Table(
+    ignored={
+        "partition_activations": "a module that is wrapped is not sliced, and so are its activations not",
+        **dict.fromkeys(
+            ("cpu_checkpointing", "contiguous_memory_optimization", "number_checkpoints",
+             "synchronize_checkpoint_boundary", "profile"),
+            ACTIVATIONS,
+        ),
+    },
 )  # fmt: skip
 
 FP16 = Table(
@@ -202,9 +242,9 @@ COMPILE = Table(
     ),
     refused={
         "deepcompile": ((False,), "use torch.compile on the module's own functions"),
-        "offload_activation": ((False,), MEMORY),
-        "offload_opt_states": ((False,), MEMORY),
-        "offload_parameters": ((False,), MEMORY),
+        "offload_activation": ((False,), "use the model's own checkpointing"),
+        "offload_opt_states": ((False,), "use zero_optimization.offload_optimizer"),
+        "offload_parameters": ((False,), "use zero_optimization.offload_param"),
     },
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,6 +156,16 @@ class Section:
             return value.lower()
         self.problem(key, f"{shown(value)} is not known: use {_listed(words)}")
         return default
+
+    def folder(self, key: str) -> str | None:
+        """A path as text; none if it is not given."""
+        value, check = self.take(key, None, Auto(instead="write a folder"), False)
+        if not check:
+            return None
+        if isinstance(value, str | os.PathLike) and (path := os.fspath(value)) and isinstance(path, str):
+            return path
+        self.problem(key, f"{shown(value)} is no folder: write its path")
+        return None
 
     def ignore(self, key: str, why: str) -> None:
         """A key whose value changes nothing here."""

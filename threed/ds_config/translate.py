@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from threed.config import Config, ConfigError
 from threed.ds_config import keys
+from threed.ds_config.offload import find_places, settle_aio
 from threed.ds_config.optimizers import Group
 from threed.ds_config.schedulers import LearningRate, learning_rate
 from threed.ds_config.section import Auto, Report, Section, shown
@@ -77,8 +78,10 @@ def translate(
     rate = learning_rate(scheduler, optim["lr"])
     optim["groups"] = _groups(scheduler, groups, rate, optim["weight_decay"])
     drop_last = top.switch("dataloader_drop_last", False)
+    settle_aio(top, zero)
     for name, table in (
         ("checkpoint", keys.CHECKPOINT), ("compile", keys.COMPILE), ("tensor_parallel", keys.TENSOR_PARALLEL),
+        ("activation_checkpointing", keys.ACTIVATION_CHECKPOINTING),
     ):  # fmt: skip
         section = top.section(name)
         keys.settle(section, table)
@@ -191,23 +194,31 @@ def _zero(top: Section, world: int, model: ModelFacts, width: int) -> dict[str, 
     hidden = model.hidden
     told = f"from the model's hidden size {hidden}, as Hugging Face fills it in"
     instead = "write a number of elements (the model tells no hidden size)"
-    auto = Auto(hidden * hidden if hidden else None, told, instead)
-    if (elements := zero.whole("reduce_bucket_size", None, least=1, auto=auto, named=False)) is not None:
-        values["bucket_mib"] = elements * width / 2**20
-    elif stage:
-        zero.note("reduce_bucket_size", "not given: 64 MiB, threed's own default (DeepSpeed's is 5e8 elements)")
-    values["resident"] = _resident(zero, stage, Auto(10 * hidden if hidden else None, told, instead))
+    bucket = Auto(hidden * hidden if hidden else None, told, instead)
     if stage == 0:
         zero.ignore("mics_shard_size", "stage 0 slices nothing")
     elif (size := _shard_size(zero, world)) is not None:
         values["shard_size"] = size
-    for name in ("offload_optimizer", "offload_param"):
-        section = zero.section(name)
-        keys.settle(section, keys.OFFLOAD)
-        section.close()
+    values["bucket_mib"] = _bucket_bytes(zero, stage, values.get("shard_size", world), width, bucket) / 2**20
+    values["resident"] = _resident(zero, stage, Auto(10 * hidden if hidden else None, told, instead))
+    values |= find_places(zero, stage)
     keys.settle(zero, keys.ZERO)
     zero.close()
     return values
+
+
+def _bucket_bytes(zero: Section, stage: int, ranks: int, width: int, auto: Auto) -> int:
+    """Bytes of gradients reduced together; under stage 3 each of `ranks` updates no more of them than a sub-group."""
+    elements = zero.whole("reduce_bucket_size", None, least=1, auto=auto, named=False)
+    if elements is None:
+        if stage:
+            zero.note("reduce_bucket_size", "not given: 64 MiB, threed's own default (DeepSpeed's is 5e8 elements)")
+        elements = 64 * 2**20 // width
+    if stage < 3:
+        zero.ignore("sub_group_size", "a bucket's slice is the unit of the optimizer step below stage 3")
+    elif (most := zero.whole("sub_group_size", None, least=1, named=False)) is not None:
+        elements = min(elements, most * ranks)
+    return int(elements) * width
 
 
 def _resident(zero: Section, stage: int, auto: Auto) -> int:

@@ -173,7 +173,7 @@ class _Operation:
 
 
 def _layout(tensor: Tensor) -> Layout:
-    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
 def _never(_: Any) -> Tensor:
@@ -208,15 +208,20 @@ class Selective(Recompute):
         """f(*inputs); nothing of it is kept where `name` is among the operations to compute again."""
         if name not in self.ops or self._running or not torch.is_grad_enabled():
             return f(*inputs)
-        operation = _Operation(name, f, [self._pack(x) for x in inputs], [x.requires_grad for x in inputs])
-        self._running = True
-        try:
-            y = operation.first(inputs)
-        finally:
-            self._running = False
+        alone = functools.partial(self._alone, f)
+        operation = _Operation(name, alone, [self._pack(x) for x in inputs], [x.requires_grad for x in inputs])
+        y = operation.first(inputs)
         storage = y.untyped_storage()
         self._results[storage._cdata] = StorageWeakRef(storage), operation
         return y
+
+    def _alone(self, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """f(*inputs), in which other named operations are nothing special: they are part of this one."""
+        self._running = True
+        try:
+            return f(*inputs)
+        finally:
+            self._running = False
 
     def column(self, layer: Column, x: Tensor) -> Tensor:
         """layer(x); where the layer gathers an x that is to be rebuilt, it is gathered again as well."""
@@ -227,7 +232,7 @@ class Selective(Recompute):
         def pack(tensor: Tensor) -> Packed:
             if tensor.shape != gathered:  # a weight
                 return tensor
-                again = functools.partial(collectives.all_gather, axis=layer.axis)
+            again = functools.partial(collectives.all_gather, axis=layer.axis)
             return _Operation("a gathered input", again, [self._pack(x)], [False]).result(tensor)
 
         with saved_tensors_hooks(pack, unpack):

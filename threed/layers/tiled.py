@@ -131,8 +131,7 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *saved = ctx.saved_tensors
         weights = ctx.weights  # the parameters themselves: what was saved may come back as other tensors
-        dy = dy.contiguous()
-        parts = [dy.flatten(0, -2)[:, first:last] for first, last in _cuts(weights)]
+        cuts, flat_dy = _cuts(weights), dy.flatten(0, -2)
         need_dx, need_db = ctx.needs_input_grad[:2]
         grads: list[Tensor | None] = [None] * len(weights)
         # Last tile first: the order in which buckets lie. A tile's gradient is made while the next tile is on its way;
@@ -142,16 +141,22 @@ class _Tiled(torch.autograd.Function):
         if need_dx:
             total = torch.empty(x.shape, dtype=_sum_dtype(x, len(weights)), device=x.device)
             for i, opened in _walk(weights, order):
+                part = _columns(flat_dy, cuts[i])
                 with opened:
-                    _add(total.flatten(0, -2), parts[i], (saved or weights)[i], fresh=i == order[0])
+                    _add(total.flatten(0, -2), part, (saved or weights)[i], fresh=i == order[0])
                 if early:
-                    grads[i] = weight_gradient(weights[i], parts[i], x)
+                    grads[i] = weight_gradient(weights[i], part, x)
             reduce = collectives.start_reduce_scatter if ctx.gather else collectives.start_all_reduce
             pending = reduce(total.to(x.dtype), ctx.axis)
         for i in () if early else order:
-            grads[i] = weight_gradient(weights[i], parts[i], x)
-        db = dy.flatten(0, -2).sum(0) if need_db else None
+            grads[i] = weight_gradient(weights[i], _columns(flat_dy, cuts[i]), x)
+        db = flat_dy.sum(0) if need_db else None
         return pending.wait() if pending else None, db, None, None, *grads
+
+
+def _columns(matrix: Tensor, span: Span) -> Tensor:
+    """Columns of a matrix, end to end: oneDNN takes up to a thousand times as long for a window of a transposed one."""
+    return matrix[:, slice(*span)].contiguous()
 
 
 def _cuts(weights: Sequence[Tensor]) -> list[Span]:

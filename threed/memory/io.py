@@ -137,6 +137,7 @@ class Disk:
             SwapError: the drive is full.
         """
         need = _whole_blocks(nbytes)
+        self._check_process("reserving space")  # before the lock, which a thread of the parent may have held
         with self._lock:
             self._check_open("reserving space")
             if self._free.get(need):
@@ -174,6 +175,7 @@ class Disk:
             )
         if nbytes == 0:
             return Transfer(self, write, offset, tensor, 0)
+        self._check_process(doing)
         with self._lock:
             self._check_open(doing)
             self._forget_finished()
@@ -192,12 +194,14 @@ class Disk:
 
     def close(self) -> None:
         """Waits for what is under way and gives the file's space back; SwapError if a transfer failed unnoticed."""
+        if os.getpid() != self._process:  # a forked child has the file, but neither the threads nor their work
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
+            return
         with self._lock:
             fd, self._fd = self._fd, -1
         if fd < 0:
-            return
-        if os.getpid() != self._process:  # a forked child has the file, but neither the threads nor their work
-            os.close(fd)
             return
         for transfer in list(self._under_way.values()):
             transfer._finish()
@@ -213,7 +217,6 @@ class Disk:
     def _check_open(self, doing: str) -> None:
         if self._fd < 0:
             raise self._error(errno.EBADF, f"{doing}: {self.path} is closed", "make a new Disk")
-        self._check_process(doing)
 
     def _check_process(self, doing: str) -> None:
         if os.getpid() != self._process:

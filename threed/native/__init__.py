@@ -8,12 +8,8 @@ Where `library` gives None, the callers' portable torch path runs. See `threed.n
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import os
-import warnings
-from pathlib import Path
 
 
 def library(name: str) -> ctypes.CDLL | None:
@@ -30,39 +26,6 @@ def status() -> dict[str, str]:
 
 @functools.cache
 def _find(name: str) -> tuple[ctypes.CDLL | None, str]:
-    from threed.native import build  # not above: `python -m threed.native.build` wants to be the first to import it
+    from threed.native import build  # not above: `python -m threed.native.build` must be the first to import it
 
-    if os.environ.get("THREED_NATIVE") == "0":
-        return None, "none: switched off by THREED_NATIVE=0"
-    try:
-        path, loaded = _load(name)
-    except build.Unavailable as reason:
-        return None, f"none: {reason}"
-    except build.BuildError as error:
-        warnings.warn(f"native library {name!r}: {error}\nThe portable torch path runs instead.", stacklevel=3)
-        return None, f"none: {error}"
-    return loaded, f"native ({_instructions(loaded)}): {path}"
-
-
-def _load(name: str) -> tuple[Path, ctypes.CDLL]:
-    """The wheel's library; where it has none, or one that does not load here, that of the cache."""
-    from threed.native import build
-
-    wheel = build.installed(build.LIBRARIES[name])
-    if wheel is not None:
-        with contextlib.suppress(OSError):  # built for another system: compile for this one
-            return wheel, ctypes.CDLL(str(wheel))
-    path = build.ensure(build.LIBRARIES[name])
-    try:
-        return path, ctypes.CDLL(str(path))
-    except OSError as error:
-        raise build.BuildError(f"{path} does not load: {error}") from error
-
-
-def _instructions(loaded: ctypes.CDLL) -> str:
-    """The instruction set that the library picked for this processor."""
-    pick = getattr(loaded, "threed_instructions", None)
-    if pick is None:
-        return "gpu"
-    pick.restype = ctypes.c_char_p
-    return str(pick().decode())
+    return build.load(build.LIBRARIES[name])

@@ -15,6 +15,7 @@ Code is compiled for the plain architecture; faster instructions are picked at r
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -24,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,9 +85,12 @@ def installed(library: Library) -> Path | None:
 
 
 def cache() -> Path:
-    """Where libraries that are compiled at first use go."""
+    """Where libraries that are compiled at first use go; `BuildError` without a home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "threed"
+    try:
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "threed"
+    except RuntimeError as error:
+        raise BuildError(f"nowhere to build: {error} (XDG_CACHE_HOME names a place)") from error
 
 
 def find_compiler(library: Library) -> list[str]:
@@ -163,18 +168,62 @@ def first_errors(output: str, lines: int = 6) -> str:
     return "\n".join(found[start : start + lines]) or "(it said nothing)"
 
 
+def load(library: Library) -> tuple[ctypes.CDLL | None, str]:
+    """The library, loaded, and what it is; or None, and why. A build that fails is told of in a warning."""
+    if os.environ.get("THREED_NATIVE") == "0":
+        return None, "none: switched off by THREED_NATIVE=0"
+    try:
+        path, loaded = _load(library)
+    except Unavailable as reason:
+        return None, f"none: {reason}"
+    except BuildError as error:
+        text = f"native library {library.name!r}: {error}\nThe portable torch path runs instead."
+        warnings.warn(text, stacklevel=2)
+        return None, f"none: {error}"
+    return loaded, f"native ({_instructions(loaded)}): {path}"
+
+
+def _load(library: Library) -> tuple[Path, ctypes.CDLL]:
+    """The wheel's library; where it has none, or one that does not load here, that of the cache."""
+    wheel = installed(library)
+    if wheel is not None:
+        with contextlib.suppress(OSError):  # built for another system: compile for this one
+            return wheel, ctypes.CDLL(str(wheel))
+    path = ensure(library)
+    try:
+        return path, ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path} does not load: {error}") from error
+
+
+def _instructions(loaded: ctypes.CDLL) -> str:
+    """The instruction set that the library picked for this processor."""
+    pick = getattr(loaded, "threed_instructions", None)
+    if pick is None:
+        return "gpu"
+    pick.restype = ctypes.c_char_p
+    return str(pick().decode())
+
+
 def main(argv: list[str] | None = None) -> int:
     """Compiles every library, or says what is in use."""
     argv = sys.argv[1:] if argv is None else argv
     if argv not in ([], ["--check"]):
         print(f"usage: python -m threed.native.build [--check], not {shlex.join(argv)}", file=sys.stderr)
         return 2
-    if argv:
-        from threed.native import status
+    return _check() if argv else _build()
 
-        found = status()
-        print("\n".join(f"{name:<6} {text}" for name, text in found.items()))
-        return int(not all(text.startswith("native") for name, text in found.items() if LIBRARIES[name].sources))
+
+def _check() -> int:
+    missing = 0
+    for library in LIBRARIES.values():
+        loaded, text = load(library)
+        print(f"{library.name:<6} {text}")
+        missing += loaded is None and bool(library.sources)
+    return int(missing > 0)
+
+
+def _build() -> int:
     code = 0
     for library in LIBRARIES.values():
         try:

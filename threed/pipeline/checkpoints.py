@@ -211,6 +211,11 @@ def choose(layers: Sequence[nn.Module], every: int) -> list[int]:
     return [n for n, layer in enumerate(layers) if getattr(layer, "recomputable", True)][::every]
 
 
+def with_recompute(costs: Sequence[float], again: Sequence[int]) -> Sequence[float]:
+    """FLOPs of layers, forward and backward, when those numbered `again` run their forward once more: a third of it."""
+    return [cost + cost / 3 if number in again else cost for number, cost in enumerate(costs)]
+
+
 def build(
     config: Config, layers: Sequence[nn.Module], held: range, slicing: Slicing, topology: Topology
 ) -> Recomputed:  # fmt: skip
@@ -264,7 +269,8 @@ def enable(module: nn.Module, config: Config) -> None:
     if r.mode == "none":
         return
     fix = "wrap its blocks by torch.utils.checkpoint yourself, or build it from threed.layers"
-    found = getattr(module, "gradient_checkpointing_enable", None)
+    named = (getattr(module, f"{what}_checkpointing_enable", None) for what in ("activation", "gradient"))
+    found = next((method for method in named if method is not None), None)  # the second is the older name
     if r.mode == "selective":
         raise ConfigError([f"--recompute.mode selective: {kind} has no operations known by name; use full, or {fix}"])
     more = [("every", r.every != 1), ("partition", r.partition), ("offload", r.offload != "none"), ("arena", r.arena)]
@@ -272,4 +278,4 @@ def enable(module: nn.Module, config: Config) -> None:
         raise ConfigError([f"{', '.join(asked)}: {kind} is not built from threed.layers; leave out, or {fix}"])
     if found is None:
         raise ConfigError([f"--recompute.mode full: {kind} has no gradient_checkpointing_enable(); {fix}"])
-    found(gradient_checkpointing_kwargs={"use_reentrant": False})
+    found({"use_reentrant": False})

@@ -27,9 +27,10 @@ MASK_BYTES = 1  # booleans: dropout, tokens held by a vocabulary shard
 class LayerCost:
     """What one pipeline layer costs one tensor rank; per micro-batch, except what concerns parameters.
 
-    activation_bytes: kept from forward to backward. working_bytes: held only while the layer's backward runs (an
-    estimate). output_bytes: what is handed to the next layer. tp_bytes: sent to the other tensor ranks in forward and
-    backward. partial_elements: gradients to be summed over tensor ranks once a step, as elements this rank sends.
+    activation_bytes: kept from forward to backward; offloaded_bytes: likewise, but not on the device. working_bytes:
+    held only while the layer's backward runs (an estimate). output_bytes: what is handed to the next layer. tp_bytes:
+    sent to the other tensor ranks in forward and backward. partial_elements: gradients to be summed over tensor ranks
+    once a step, as elements this rank sends.
     tied_parameters: those of `parameters` that are one tensor wherever layers with such parameters share a stage.
     sizes: elements of each of its parameters on this rank, `parameters` in sum; empty: one parameter.
     backward_reads: whether its backward needs its weights (that of a look-up does not).
@@ -47,6 +48,7 @@ class LayerCost:
     tied_parameters: int = 0
     sizes: tuple[int, ...] = ()
     backward_reads: bool = True
+    offloaded_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.sizes and sum(self.sizes) != self.parameters:
@@ -74,7 +76,8 @@ class Decoder:
     element_bytes: of the compute dtype. positions: how many learned ones (0: rotary or none). tensor, tensor_rank: t
     and which of them; the vocabulary and f need not be divisible by t. sequence: between matmuls each tensor rank
     holds s/t positions. fused_norm: RMSNorm keeps its input only; torch's composed one also keeps the normalised
-    input, both at least in fp32. Raises ValueError where heads or sequence cannot be cut t ways.
+    input, both at least in fp32. recompute: operations that blocks compute again (attention, activation, norm). Raises
+    ValueError where heads or sequence cannot be cut t ways.
     """
 
     hidden: int
@@ -98,6 +101,7 @@ class Decoder:
     dropout: bool = False
     tied: bool = True
     element_bytes: int = 4
+    recompute: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         k, t = self.kv_heads or self.heads, self.tensor
@@ -188,17 +192,19 @@ def block_cost(dims: Decoder, name: str = "block") -> LayerCost:
     heads, wide = (2 * dims.query_width + 2 * dims.kv_width), dims.share(dims.ffn) * (3 if dims.gated else 2)
     matmuls = 2 * dims.tokens * dims.hidden * (heads + wide)
     attention = 4 * dims.tokens * dims.seq * dims.query_width
-    forward, sizes = matmuls + attention, _block_sizes(dims)
+    forward, sizes, again = matmuls + attention, _block_sizes(dims), dims.recompute
+    kept, rebuilt = _kept_and_rebuilt(dims)
+    gathers = 2 * ring.all_gather(_hidden_bytes(dims, dims.tokens), dims.tensor) if dims.scattered else 0
     return LayerCost(
         name=name,
         parameters=sum(sizes),
         sizes=sizes,
         flops_forward=forward,
-        flops_backward=2 * forward,
-        activation_bytes=_attention_bytes(dims) + _feed_forward_bytes(dims),
+        flops_backward=2 * forward + attention * ("attention" in again),
+        activation_bytes=kept,
         output_bytes=_hidden_bytes(dims, dims.local_tokens),
-        working_bytes=dims.tokens * dims.element_bytes * (wide + dims.hidden),
-        tp_bytes=4 * ring.all_reduce(_hidden_bytes(dims, dims.tokens), dims.tensor),
+        working_bytes=dims.tokens * dims.element_bytes * (wide + dims.hidden) + rebuilt,
+        tp_bytes=4 * ring.all_reduce(_hidden_bytes(dims, dims.tokens), dims.tensor) + gathers * ("norm" in again),
         partial_elements=_block_partial_elements(dims),
     )
 
@@ -277,44 +283,62 @@ def _norm_bytes(dims: Decoder, kind: str, tokens: int, width: int, input_kept: b
     return elements * (copied + dims.wide_bytes) + tokens * dims.wide_bytes
 
 
-def _attention_bytes(dims: Decoder) -> int:
-    """Norm, the (gathered) input of the packed projection, its output, and what attention keeps.
+def _kept_and_rebuilt(dims: Decoder) -> tuple[int, int]:
+    """Bytes that a block keeps, and the most that an operation rebuilds at once of those that are computed again."""
+    parts = {
+        "attention": _attention_bytes(dims),
+        "activation": _activation_bytes(dims),
+        "norm": 2 * _normed_bytes(dims),
+    }
+    again = {name: parts[name] for name in dims.recompute}
+    at_once = max((size // 2 if name == "norm" else size for name, size in again.items()), default=0)
+    inputs = 2 * _hidden_bytes(dims, dims.local_tokens) if "norm" in again else 0
+    kept = sum(parts.values()) - sum(again.values()) + inputs
+    projected = dims.query_width + 2 * dims.kv_width + dims.share(dims.ffn) * (2 if dims.gated else 1)
+    return kept + dims.tokens * projected * dims.element_bytes + 2 * _dropout_bytes(dims), at_once
 
-    Attention keeps q, k, v, its output (which is also the input of the output projection) and one number per row and
-    head. Rotary positions and q/k norms make new q and k, while v keeps the packed projection alive.
+
+def _attention_bytes(dims: Decoder) -> int:
+    """What attention keeps besides the packed projection of q, k and v: its output (which is also the input of the
+    output projection) and one number per row and head. Rotary positions and q/k norms make new q and k, while v keeps
+    the projection alive.
     """
     tokens, q, kv = dims.tokens, dims.query_width, dims.kv_width
-    elements = tokens * (dims.hidden + q + 2 * kv + q)
-    if dims.rotary or dims.qk_norm:
-        elements += tokens * (q + kv)
+    elements = tokens * (2 * q + kv if dims.rotary or dims.qk_norm else q)
     row_sums = tokens * (q // dims.head_size) * dims.wide_bytes
     heads_normed = 0
     if dims.qk_norm:
         rows = tokens * (q + kv) // dims.head_size
         heads_normed = _norm_bytes(dims, "rmsnorm", rows, dims.head_size, input_kept=True)
-    norm = _norm_bytes(dims, dims.norm, dims.local_tokens, dims.hidden)
-    return norm + elements * dims.element_bytes + row_sums + heads_normed + _dropout_bytes(dims)
+    return elements * dims.element_bytes + row_sums + heads_normed
 
 
-def _feed_forward_bytes(dims: Decoder) -> int:
-    """Norm, the (gathered) input, the activation function's input and output; gated: gate and up, silu(gate), the
-    product."""
-    elements = dims.tokens * (dims.hidden + dims.share(dims.ffn) * (4 if dims.gated else 2))
-    return (
-        _norm_bytes(dims, dims.norm, dims.local_tokens, dims.hidden)
-        + elements * dims.element_bytes
-        + _dropout_bytes(dims)
-    )
+def _activation_bytes(dims: Decoder) -> int:
+    """The activation function's output; gated: silu(gate) and the product."""
+    return dims.tokens * dims.share(dims.ffn) * (2 if dims.gated else 1) * dims.element_bytes
 
 
-def fully_recomputed(cost: LayerCost) -> LayerCost:
+def _normed_bytes(dims: Decoder) -> int:
+    """What a norm keeps, and the (gathered) input of the projection that follows it."""
+    return _norm_bytes(dims, dims.norm, dims.local_tokens, dims.hidden) + _hidden_bytes(dims, dims.tokens)
+
+
+def fully_recomputed(cost: LayerCost, sliced: int = 1, buffers: int = 0) -> LayerCost:
     """The cost of a layer that keeps its input only (of its output's size) and runs its forward again before the
-    backward."""
+    backward.
+
+    sliced: inputs are, over so many tensor ranks, and gathered again, one ahead of the layer that runs. buffers: so
+    many inputs are on their way at once to and from elsewhere; 0: they stay on the device.
+    """
+    kept = -(-cost.output_bytes // sliced)
+    passing = buffers * kept + (2 * cost.output_bytes if sliced > 1 else 0)
     return replace(
         cost,
         flops_backward=cost.flops_backward + cost.flops_forward,
-        activation_bytes=cost.output_bytes,
-        working_bytes=cost.working_bytes + cost.activation_bytes,
+        activation_bytes=0 if buffers else kept,
+        offloaded_bytes=kept if buffers else 0,
+        working_bytes=cost.working_bytes + cost.activation_bytes + passing,
+        tp_bytes=cost.tp_bytes + cost.tp_bytes // 2 + ring.all_gather(cost.output_bytes, sliced),
     )
 
 

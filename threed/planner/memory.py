@@ -76,7 +76,8 @@ def rank_bytes(
     stay whole, and so many layers are gathered ahead. bucket_bytes: the size of a reduction bucket. message_bytes:
     pipeline sends and receives under way. parameters: default what the layers say. Buffers are reduction buckets,
     messages, what the backward of the hungriest layer needs for itself, from stage 2 on the largest single gradient,
-    and under stage 3 the layers gathered at once. Raises ValueError for ZeRO stages that there are not.
+    and under stage 3 the layers gathered at once. What layers keep elsewhere is `offloaded`, if there is any; it is no
+    part of the peak. Raises ValueError for ZeRO stages that there are not.
     """
     check_zero(zero_stage)
     count = stage_parameters(layers) if parameters is None else parameters
@@ -95,7 +96,8 @@ def rank_bytes(
         parts["buffers"] += grad_bytes * max((layer.largest for layer in layers), default=0)
     if stage == 3 and layers:
         parts["buffers"] += param_bytes * gathering(layers, in_turn(1), prefetch=prefetch, resident=resident).most
-    return {**parts, "peak": sum(parts.values())}
+    elsewhere = round(live * sum(layer.offloaded_bytes for layer in layers))
+    return {**parts, "peak": sum(parts.values()), **({"offloaded": elsewhere} if elsewhere else {})}
 
 
 def _bucket_bytes(stage: int, bucket: int, gradients: int) -> int:

@@ -25,6 +25,29 @@ from threed.topology import Axis
 from threed.zero.layout import Bucket, Group, Layout, Slot
 
 
+TILE = -3  # who holds a tile: the layer it belongs to; units and wrapped modules have numbers of their own
+
+
+class TileGate:
+    """Gathers one tile of a linear layer while the layer uses it (`threed.layers.slicing.Gate`)."""
+
+    def __init__(self, gatherer: Gatherer, group: Group) -> None:
+        self.gatherer, self.group = gatherer, group
+
+    def ahead(self) -> None:
+        """Begins to gather the tile."""
+        self.gatherer.open(self.group, TILE)
+
+    def open(self) -> None:
+        """Waits until the tile is whole."""
+        self.gatherer.open(self.group, TILE)
+        self.gatherer.wait(self.group)
+
+    def close(self) -> None:
+        """Frees the tile."""
+        self.gatherer.close(self.group, TILE)
+
+
 class Gatherer:
     """Gathers the groups of a layout.
 
@@ -44,7 +67,9 @@ class Gatherer:
         self._number = {group: number for number, group in enumerate(layout.groups)}
         self.order = 0  # a hash of which groups were gathered, in which order: all ranks must have the same
         for group in layout.groups:
-            for unit in group.kind.units or ():
+            if group.kind.tile is not None:
+                group.slots[0].param.gate = TileGate(self, group)  # type: ignore[attr-defined]
+            for unit in (group.kind.units or ()) if group.kind.tile is None else ():
                 self._groups_of_unit.setdefault(unit, []).append(group)
             for bucket in group.buckets if not group.sliced else ():
                 number = self._numbers[id(bucket)]

@@ -67,12 +67,13 @@ class ByBucket:
     """Gradients in full for the buckets that are under way only (stages 2 and 3).
 
     A bucket's buffer is taken when the first gradient for it comes, and given back when it has left; buffers are used
-    again. A parameter that lies in several buckets gets a tensor of its own, and its buckets get their parts as they
-    leave. So memory is the open buckets and the largest single gradient, however large the model.
+    again. A parameter that lies in several buckets gets a buffer of its own, and its buckets get their parts as they
+    leave. So memory is the open buckets and the largest single gradient, however large the model. With an arena (see
+    `Policy`) those large ones are used again too: once every bucket was under way, nothing is allocated any more.
     """
 
     def __init__(self, layout: Layout) -> None:
-        self.dtype = layout.policy.grad_dtype
+        self.dtype, self.arena = layout.policy.grad_dtype, layout.policy.arena
         self._homes: dict[int, list[Bucket]] = {}
         for bucket in layout.buckets:
             for slot in bucket.slots():
@@ -83,7 +84,8 @@ class ByBucket:
         self._cut: dict[int, Tensor] = {}
         self._to_leave: dict[int, int] = {}  # of a cut gradient: buckets that have not left
         self._free: list[Tensor] = []
-        self._lent: set[int] = set()
+        self._passing: set[int] = set()  # buffers that are not used again
+        self._users: dict[int, int] = {}  # of a buffer: whoever fills it, and windows of it that have not left
 
     def view(self, slot: Slot) -> Tensor:
         homes = self._homes.get(id(slot), [])
@@ -91,9 +93,9 @@ class ByBucket:
             at = slot.first - homes[0].first
             return self._window(homes[0])[at : at + slot.param.numel()].view(slot.param.shape)
         if id(slot) not in self._cut:
-            self._cut[id(slot)] = torch.empty(slot.param.shape, dtype=self.dtype, device=slot.param.device)
+            self._cut[id(slot)] = self._take(slot.param.numel(), slot.param.device, passing=not self.arena)
             self._to_leave[id(slot)] = len(homes)
-        return self._cut[id(slot)]
+        return self._cut[id(slot)][: slot.param.numel()].view(slot.param.shape)
 
     def missing(self, slot: Slot, bucket: Bucket) -> None:
         first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
@@ -105,14 +107,16 @@ class ByBucket:
             if id(slot) not in self._cut:
                 continue
             first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
-            part = self._cut[id(slot)].view(-1)[first - slot.first : last - slot.first]
+            buffer = self._cut[id(slot)]
+            part = buffer[first - slot.first : last - slot.first]
             if (first, last) == (bucket.first, bucket.last):
                 window = part  # nothing else lies in the bucket
+                self._users[id(buffer)] += 1
             else:
                 self._window(bucket)[first - bucket.first : last - bucket.first].copy_(part)
             self._to_leave[id(slot)] -= 1
             if not self._to_leave[id(slot)]:
-                del self._cut[id(slot)]
+                self.left(self._cut.pop(id(slot)))
         if window is None:
             window = self._window(bucket)
             del self._open[id(bucket)]
@@ -120,36 +124,43 @@ class ByBucket:
 
     def left(self, window: Tensor) -> None:
         buffer = window if window._base is None else window._base
-        if id(buffer) in self._lent:
-            self._lent.remove(id(buffer))
-            self._free.append(buffer)
+        self._users[id(buffer)] -= 1
+        if not self._users[id(buffer)]:
+            del self._users[id(buffer)]
+            if id(buffer) not in self._passing:
+                self._free.append(buffer)
+            self._passing.discard(id(buffer))
 
     def reset(self) -> None:
-        for window in self._open.values():
+        for window in (*self._open.values(), *self._cut.values()):
             self.left(window)
         self._open.clear()
         self._cut.clear()
 
     def trim(self) -> None:
-        self._free.clear()
+        if not self.arena:
+            self._free.clear()
 
     def _window(self, bucket: Bucket) -> Tensor:
         if id(bucket) not in self._open:
             size = bucket.last - bucket.first
-            buffer = self._take(size, bucket.group.grads.device)
-            self._lent.add(id(buffer))
-            window = buffer[:size]
+            window = self._take(size, bucket.group.params.device)[:size]
             for first, last in self._gaps[id(bucket)]:
                 window[first:last].zero_()
             self._open[id(bucket)] = window
         return self._open[id(bucket)]
 
-    def _take(self, size: int, device: torch.device) -> Tensor:
+    def _take(self, size: int, device: torch.device, passing: bool = False) -> Tensor:
         """The smallest free buffer that is large enough, or a new one."""
-        fitting = [n for n, buffer in enumerate(self._free) if len(buffer) >= size]
-        if not fitting:
-            return torch.empty(size, dtype=self.dtype, device=device)
-        return self._free.pop(min(fitting, key=lambda n: len(self._free[n])))
+        fitting = [n for n, buffer in enumerate(self._free) if len(buffer) >= size and not passing]
+        if fitting:
+            buffer = self._free.pop(min(fitting, key=lambda n: len(self._free[n])))
+        else:
+            buffer = torch.empty(size, dtype=self.dtype, device=device)
+        self._users[id(buffer)] = 1
+        if passing:
+            self._passing.add(id(buffer))
+        return buffer
 
 
 def _gaps(bucket: Bucket) -> list[tuple[int, int]]:

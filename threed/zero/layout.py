@@ -45,7 +45,8 @@ class Policy:
     """How a stage's parameters are laid out.
 
     stage: of ZeRO, 0 to 3. shard: the axis S that slices are spread over. replicas: the axis R of ranks that hold the
-    same slice. resident: parameters with fewer elements stay whole under stage 3. rates: of a parameter.
+    same slice. resident: parameters with fewer elements stay whole under stage 3. rates: of a parameter. arena: the
+    buffers of gradients on their way are kept from step to step, also under stage 3.
     params_tier: where slices of parameters live under stage 3, and optimizer_tier: where the optimizer's state and,
     from stage 2 on, slices of gradients do; by default on the device. With a tier of their own, they are slices also
     on one rank alone.
@@ -59,6 +60,7 @@ class Policy:
     grad_dtype: torch.dtype
     resident: int = 0
     rates: Callable[[ShardSpec], Rates] = lambda spec: Rates()
+    arena: bool = False
     params_tier: Tier | None = None
     optimizer_tier: Tier | None = None
 
@@ -83,6 +85,7 @@ class Kind:
     partial: str | None
     tied: tuple[int, ...]  # the pipeline stages that hold a copy of it, when there are several
     units: tuple[int, ...] | None  # the units that gather it, where it is kept as slices
+    tile: str | None = None  # its name, where it is a tile: gathered by itself, while its layer uses it
 
 
 @dataclass(eq=False)
@@ -262,11 +265,11 @@ def build(
     """
     kinds: dict[Kind, list[Slot]] = {}
     for slot in reversed(collect(units)):
-        spec, trainable = slot.spec, slot.param.requires_grad
+        spec, trainable, sliced = slot.spec, slot.param.requires_grad, policy.slices_parameter(slot.param)
         kind = Kind(
             policy.rates(spec) if trainable else Rates(), trainable, spec.replicated,
             spec.partial if trainable else None, tied.get(spec.name, ()),
-            tuple(sorted(set(slot.units))) if policy.slices_parameter(slot.param) else None,
+            tuple(sorted(set(slot.units))) if sliced else None, spec.name if sliced and spec.tile[1] > 1 else None,
         )  # fmt: skip
         kinds.setdefault(kind, []).append(slot)
     groups = [_group(kind, slots, topology, policy) for kind, slots in kinds.items()]

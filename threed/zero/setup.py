@@ -9,12 +9,12 @@ from fnmatch import fnmatchcase
 import torch
 
 from threed.config import Config, ConfigError, OptimConfig, PrecisionConfig
+from threed.memory.io import Disk
+from threed.memory.tiers import Drive, Tier, memory_tier
 from threed.ops.adam import Adam
 from threed.ops.lion import Lion
 from threed.ops.sgd import SGD
 from threed.ops.update import Rule
-from threed.memory.io import Disk
-from threed.memory.tiers import Drive, Tier, memory_tier
 from threed.precision import LossScale, dtype
 from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
@@ -48,7 +48,7 @@ def policy(config: Config, topology: Topology) -> Policy:
     return Policy(
         stage=config.zero.stage, shard=shard, replicas=replicas, bucket_bytes=bucket_bytes, grad_dtype=grad_dtype,
         param_dtype=dtype(config.precision.dtype), resident=config.zero.resident, rates=rates(config.optim),
-        params_tier=params, optimizer_tier=optimizer,
+        arena=config.recompute.arena, params_tier=params, optimizer_tier=optimizer,
     )  # fmt: skip
 
 

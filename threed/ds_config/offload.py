@@ -1,0 +1,65 @@
+"""Where state lives, as a ds_config says it: offload_optimizer and offload_param, their old switches, and aio.
+
+places = find_places(zero, stage)          # of threed's zero group: offload_optimizer, offload_params, nvme_path
+settle_aio(top, places)
+"""
+
+from __future__ import annotations
+
+import os.path
+
+from threed.ds_config import keys
+from threed.ds_config.section import Section, shown
+
+PLACES = ("none", "cpu", "nvme")
+OLD = {"offload_optimizer": ("cpu_offload",), "offload_param": ("cpu_offload_param", "cpu_offload_params")}
+NO_NVME = "nothing is offloaded to NVMe"
+
+
+def find_places(zero: Section, stage: int) -> dict[str, str]:
+    """Where optimizer states and parameters live; nvme_path where one of them lives there."""
+    optimizer, optimizer_path = _find_place(zero, "offload_optimizer", keys.OFFLOAD_OPTIMIZER)
+    params, params_path = _find_place(zero, "offload_param", keys.OFFLOAD_PARAM)
+    if optimizer != "none" and stage == 0:
+        zero.problem("offload_optimizer", f"{optimizer} with stage 0: it moves what ZeRO slices; use stage 1, 2 or 3")
+    if params != "none" and stage != 3:
+        zero.problem("offload_param", f"{params} with stage {stage}: parameters are whole there; use stage 3")
+    found = {"offload_optimizer": optimizer, "offload_params": params}
+    if optimizer_path and params_path and os.path.normpath(optimizer_path) != os.path.normpath(params_path):
+        zero.problem(
+            "offload_param.nvme_path",
+            f"{shown(params_path)}, but offload_optimizer.nvme_path is {shown(optimizer_path)}: a rank swaps to one"
+            " file; write one folder for both (several drives: as one RAID-0 volume)",
+        )
+    if path := optimizer_path or params_path:
+        found["nvme_path"] = path
+    return found
+
+
+def _find_place(zero: Section, key: str, table: keys.Table) -> tuple[str, str | None]:
+    """Device, and the folder if it is nvme."""
+    section = zero.section(key)
+    device = section.word("device", "none", PLACES, named=bool(section.values))
+    for name in OLD[key]:
+        if zero.switch(name, False):
+            if section.values:
+                zero.problem(name, f"is the old form of {key}, which is there too: leave it out")
+            device = "cpu"
+            zero.note(name, f'the old form of "{key}": {{"device": "cpu"}}')
+    path = section.folder("nvme_path") if device == "nvme" else None
+    if device == "nvme" and path is None and section.values.get("nvme_path") is None:
+        section.problem("nvme_path", "not given: write a folder on a fast local drive")
+    section.ignore("nvme_path", NO_NVME) if device != "nvme" else None
+    keys.settle(section, keys.nothing(table, "nothing is offloaded") if device == "none" else table)
+    section.close()
+    return device, path
+
+
+def settle_aio(top: Section, places: dict[str, str]) -> None:
+    """Names what of aio is there."""
+    if "nvme" not in places.values():
+        top.ignore("aio", NO_NVME)
+        return
+    section = top.section("aio")
+    keys.settle(section, keys.AIO)
+    section.close()
