@@ -1,0 +1,139 @@
+"""Offload that goes wrong says so, with rank and file; nothing goes on with wrong numbers, and checkpoints survive."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoints import distance, state_of
+from checkpoints import train as steps
+from configs import Case, config_of, engine_of
+from harness import run_ranks
+from threed.config import Config
+from threed.engine import Engine
+from threed.memory.io import SwapError
+from threed.memory.tiers import Drive
+
+CASE = Case(dp=2, zero=3, dtype="fp32", layers=2, offload_optimizer="nvme", offload_params="nvme", microbatches=1)
+
+
+def config_in(folder: Path, case: Case = CASE) -> Config:
+    config = config_of(case)
+    return config.model_copy(update={"zero": config.zero.model_copy(update={"nvme_path": str(folder)})})
+
+
+def drive_of(engine: Engine) -> Drive:
+    drive = engine.layout.policy.optimizer_tier
+    assert isinstance(drive, Drive)
+    return drive
+
+
+def build_with_little_space(folder: Path) -> str:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with pytest.raises(SwapError) as caught:
+        engine_of(config_in(folder, Case(zero=3, offload_optimizer="nvme", offload_params="nvme")))
+    return str(caught.value)
+
+
+def test_no_space_is_an_error_before_training_begins(tmp_path: Path) -> None:
+    (message,) = run_ranks(1, build_with_little_space, tmp_path)
+    assert "rank 0" in message
+    assert str(tmp_path) in message
+
+
+def lose_a_part_of_the_file(folder: Path) -> str:
+    engine = engine_of(config_in(folder / "swap", Case(zero=3, layers=2, offload_optimizer="nvme")))
+    steps(engine, 1)
+    engine.save(folder / "good")
+    before = state_of(engine)
+    drive = drive_of(engine)
+    drive.settle()
+    size = os.fstat(drive.disk._fd).st_size
+    os.ftruncate(drive.disk._fd, size // 2 // 4096 * 4096)
+    with pytest.raises(SwapError) as caught:
+        steps(engine, 1)
+    with pytest.raises((SwapError, RuntimeError)):
+        engine.save(folder / "bad")
+    assert not (folder / "bad").exists()
+    again = engine_of(config_in(folder / "swap", Case(zero=3, layers=2, offload_optimizer="nvme")))
+    again.load(folder / "good")
+    assert distance(state_of(again), before) == 0.0
+    return str(caught.value)
+
+
+def test_a_short_read_ends_training_and_leaves_checkpoints_whole(tmp_path: Path) -> None:
+    (message,) = run_ranks(1, lose_a_part_of_the_file, tmp_path)
+    assert "rank 0" in message
+    assert str(tmp_path / "swap") in message
+
+
+def train_and_save(folder: Path) -> list[float]:
+    engine = engine_of(config_in(folder / "swap"))
+    losses = steps(engine, 2)
+    engine.save(folder / "good")
+    return losses + steps(engine, 2)
+
+
+def die_while_swapping(folder: Path) -> None:
+    engine = engine_of(config_in(folder / "swap"))
+    engine.load(folder / "good")
+    if engine.topology.rank == 1:
+        inner, drive = Drive.give_after, drive_of(engine)
+
+        def give_after(self: Drive, *args: object) -> None:
+            inner(self, *args)  # type: ignore[arg-type]
+            if len(drive._writing) > 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Drive.give_after = give_after  # type: ignore[method-assign]
+    steps(engine, 1)
+
+
+def resume(folder: Path) -> list[float]:
+    engine = engine_of(config_in(folder / "swap"))
+    engine.load(folder / "good")
+    return steps(engine, 2)
+
+
+def test_a_rank_killed_in_the_middle_of_a_swap_leaves_nothing_wrong(tmp_path: Path) -> None:
+    want = run_ranks(2, train_and_save, tmp_path)[0]
+    with pytest.raises(AssertionError, match="rank 1: the process died"):
+        run_ranks(2, die_while_swapping, tmp_path)
+    assert list((tmp_path / "swap").iterdir()) == []  # its swap file went with it
+    assert run_ranks(2, resume, tmp_path)[0] == want[2:]
+
+
+def fail_on_one_rank(folder: Path) -> None:
+    engine = engine_of(config_in(folder))
+    if engine.topology.rank == 1:
+        os.ftruncate(drive_of(engine).disk._fd, 0)
+    steps(engine, 1)
+
+
+def test_the_rank_whose_drive_fails_is_the_one_that_is_named(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 1: .*SwapError.*rank 1"):
+        run_ranks(2, fail_on_one_rank, tmp_path)
+
+
+def moments_survive(folder: Path) -> None:
+    """A step that is given up leaves the swapped state as it was."""
+    engine = engine_of(config_in(folder, Case(zero=2, layers=2, offload_optimizer="nvme", dtype="fp32")))
+    steps(engine, 1)
+    before = state_of(engine)
+    sink = engine.reducer.sinks[0]
+    inner = sink.add_product
+    sink.add_product = lambda a, b: inner(torch.full_like(a, torch.nan), b)  # type: ignore[method-assign]
+    for other in engine.reducer.sinks:
+        other.add = lambda grad, add=other.add: add(grad * torch.nan)  # type: ignore[method-assign, misc]
+    steps(engine, 1)
+    assert distance(state_of(engine), before) == 0.0
+
+
+def test_a_skipped_step_writes_nothing(tmp_path: Path) -> None:
+    run_ranks(1, moments_survive, tmp_path)
