@@ -213,12 +213,15 @@ def chosen(names: list[str], arrays: Arrays) -> dict[str, Any]:
     return found
 
 
-def measure(contenders: dict[str, Any], rounds: int, streams: tuple[Tensor, Tensor]) -> tuple[dict[str, Any], float]:
-    """Seconds of every contender's calls, and of the best update in place, in `rounds` interleaved rounds."""
+def measure(
+    contenders: dict[str, Any], rounds: int, streams: tuple[Tensor, Tensor], wait: Callable[[], None]
+) -> tuple[dict[str, Any], float]:
+    """Seconds of every contender's calls, and of the best update in place, in `rounds` rounds after a wait() each."""
     a, c = streams
     times: dict[str, Any] = {name: {"step": [], "full": [], "foreign": []} for name in contenders}
     updates = []
     for _ in range(rounds):
+        wait()
         for name, contender in contenders.items():
             before = host.stamp()
             for kind in ("step", "full"):
@@ -255,8 +258,8 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--huge-pages", action="store_true", help="all arrays on huge pages, the bandwidth's too")
-    parser.add_argument("--quiet", type=float, default=0.3, help="begin when others use fewer cores than this")
-    parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for that (default: begin at once)")
+    parser.add_argument("--quiet", type=float, default=0.3, help="a round begins when others use fewer cores")
+    parser.add_argument("--patience", type=float, default=0.0, help="seconds of waiting for that in all (default 0)")
     return parser.parse_args(argv)
 
 
@@ -268,9 +271,9 @@ def main(argv: list[str] | None = None) -> int:
     arrays = Arrays(args.numel, args.huge_pages)
     contenders = chosen(args.only, arrays)
     streams = arrays.empty(STREAM, torch.float32).fill_(1), arrays.empty(STREAM, torch.float32).fill_(1)
-    measure(contenders, 1, streams)  # compiles, and touches every page
-    host.wait_until_quiet(args.quiet, time.monotonic() + args.patience)
-    times, best = measure(contenders, args.rounds, streams)
+    measure(contenders, 1, streams, lambda: None)  # compiles, and touches every page
+    end = time.monotonic() + args.patience
+    times, best = measure(contenders, args.rounds, streams, lambda: host.wait_until_quiet(args.quiet, end))
     for name in contenders:
         print(json.dumps(record(name, times[name], 12 * STREAM / best / 1e9, args)), flush=True)
     return 0

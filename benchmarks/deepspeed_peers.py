@@ -1,9 +1,9 @@
-"""DeepSpeed's ZeRO stages 0 to 3 as peers: DeepSpeed's own defaults but for what the comparison fixes.
+"""DeepSpeed's ZeRO stages 0 to 3 as peers, and its offload: its own defaults but for what the comparison fixes.
 
     pip install --no-deps --no-build-isolation deepspeed      # with hjson, py-cpuinfo, msgpack, einops and ninja
 
-It is imported when an engine is made. Its CPU Adam is compiled at first use, a minute or two, into
-TORCH_EXTENSIONS_DIR; the next run finds it there.
+It is imported when an engine is made. Its CPU Adam and its async_io (which needs libaio's header) are compiled at first
+use, a minute or two each, into TORCH_EXTENSIONS_DIR; the next run finds them there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,12 +22,19 @@ from torch import Tensor
 from benchmarks import reference
 from benchmarks.peers import Peer
 from benchmarks.reference import ADAM, GPTConfig
+from benchmarks.suites import OFFLOADS, Offload
+
+# What its swapping runs best with here; its own defaults overlap nothing: one sub-group, no pipelining.
+SUB_GROUP = 16_000_000  # elements updated at a time: 64 MiB, as threed's buckets
+AIO = {"block_size": 2**20, "queue_depth": 32, "intra_op_parallelism": 1, "overlap_events": True}
+BUFFERS = {"optimizer": 12, "params": 16}  # four of the sub-group that comes and of the one at work, three that go
 
 
 class DeepSpeed0(Peer):
     """Stage 0: gradients summed in one piece after the backward."""
 
     stage = 0
+    offload = Offload(0)
 
     @classmethod
     def load(cls) -> Any:
@@ -46,8 +54,10 @@ class DeepSpeed0(Peer):
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0,  # nobody clips here; DeepSpeed would, to norm 1
             "optimizer": {"type": "AdamW", "params": dict(ADAM)},
-            "zero_optimization": {"stage": self.stage},
+            "zero_optimization": {"stage": self.stage, **self._places(config, args)},
+            "bf16": {"enabled": self.offload.dtype == "bf16"},
             "steps_per_print": 10**9,
+            "aio": AIO,
         }
         self.linear: Any = F.linear
         with self._own_linear():
@@ -63,12 +73,35 @@ class DeepSpeed0(Peer):
         finally:
             self.linear, F.linear = F.linear, others
 
+    def _places(self, config: GPTConfig, args: Any) -> dict[str, Any]:
+        """What `zero_optimization` says about where the state lives."""
+        o, found = self.offload, dict[str, Any]()
+        if o.optimizer != "none":
+            found["offload_optimizer"] = {"device": o.optimizer}
+        if o.params != "none":
+            found["offload_param"] = {"device": o.params}
+        for part in found.values():
+            part |= {"nvme_path": f"{args.folder}/{type(self).__name__}"} if part["device"] == "nvme" else {}
+        if o.optimizer == "nvme":
+            found["sub_group_size"] = SUB_GROUP // self.size
+            found["offload_optimizer"] |= {
+                "buffer_count": BUFFERS["optimizer"],
+                "pipeline_read": True,
+                "pipeline_write": True,
+            }
+        if o.params == "nvme":
+            largest = max(config.vocab, 4 * config.d_model) * config.d_model // self.size
+            found["offload_param"] |= {"buffer_count": BUFFERS["params"], "buffer_size": largest, "max_in_cpu": 0}
+        return found
+
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         x, y = x.chunk(self.size)[self.index], y.chunk(self.size)[self.index]
         with self._own_linear():
             loss = reference.loss_of(self.engine(x), y)
             self.engine.backward(loss)
+            began = time.perf_counter()
             self.engine.step()
+            self.update_s = time.perf_counter() - began
         return loss.detach()
 
 
@@ -90,4 +123,12 @@ class DeepSpeed3(DeepSpeed0):
     stage = 3
 
 
-DEEPSPEED = {"deepspeed0": DeepSpeed0, "deepspeed1": DeepSpeed1, "deepspeed2": DeepSpeed2, "deepspeed3": DeepSpeed3}
+def _offloading(kind: str) -> type[DeepSpeed0]:
+    offload = OFFLOADS[kind]
+    return type(f"deepspeed{kind}", (DeepSpeed0,), {"stage": offload.stage, "offload": offload})
+
+
+DEEPSPEED: dict[str, type[DeepSpeed0]] = {
+    "deepspeed0": DeepSpeed0, "deepspeed1": DeepSpeed1, "deepspeed2": DeepSpeed2, "deepspeed3": DeepSpeed3,
+    **{f"deepspeed{kind}": _offloading(kind) for kind in OFFLOADS},
+}  # fmt: skip

@@ -25,15 +25,20 @@ from benchmarks import reference  # noqa: E402
 from benchmarks.deepspeed_peers import DEEPSPEED  # noqa: E402
 from benchmarks.peers import PEERS  # noqa: E402
 from benchmarks.reference import ADAM, GPTConfig  # noqa: E402
+from benchmarks.suites import OFFLOADS, Offload  # noqa: E402
 from threed import models  # noqa: E402
 from threed.config import Config, resolve  # noqa: E402
 from threed.engine import Engine as Trainer  # noqa: E402
 from threed.layers import Slicing  # noqa: E402
+from threed.memory.tiers import Drive  # noqa: E402
 from threed.topology import Topology  # noqa: E402
 
 
 class Engine(Protocol):
-    """What is timed. loss_ranks: the ranks whose mean loss is the global batch's."""
+    """What is timed. loss_ranks: the ranks whose mean loss is the global batch's.
+
+    Where `--settle` is asked for, update_s: seconds of the last step from the end of its last backward to its return.
+    """
 
     loss_ranks: list[int]
 
@@ -51,6 +56,7 @@ class ThreeD:
     """
 
     pp, tp, sequence, schedule, zero = 1, 1, False, "1f1b", 1
+    offload = Offload(0)  # where state lives; the stage is `zero`
 
     def __init__(self, config: GPTConfig, args: Any) -> None:
         topology = Topology(pp=self.pp, tp=self.tp)
@@ -67,17 +73,29 @@ class ThreeD:
         count = args.microbatches if self.pp > 1 else 1
         return {
             "parallel": {"pp": self.pp, "tp": self.tp, "sequence": self.sequence, "schedule": self.schedule},
-            "zero": {"stage": self.zero},
+            "zero": {"stage": self.zero, **self._places(args)},
+            "precision": {"dtype": self.offload.dtype},
             "train": {"global_batch": args.batch, "micro_batch": args.batch // dp // count, "grad_clip": 0.0},
         }
+
+    def _places(self, args: Any) -> dict[str, Any]:
+        o = self.offload
+        found = {"offload_optimizer": o.optimizer, "offload_params": o.params}
+        return {**found, "nvme_path": f"{args.folder}/{type(self).__name__}"} if "nvme" in found.values() else found
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         dp = self.trainer.topology.dp
         share = {"tokens": x.chunk(dp)[self.share], "labels": y.chunk(dp)[self.share]}
-        return torch.tensor(self.trainer.step(share).loss)
+        metrics = self.trainer.step(share)
+        self.update_s = metrics.seconds["dp_comm_s"] + metrics.seconds["optim_s"]
+        return torch.tensor(metrics.loss)
 
     def finish(self) -> None:
         self.trainer.optimizer.settle()
+        policy = self.trainer.layout.policy
+        for tier in {policy.params_tier, policy.optimizer_tier}:
+            if isinstance(tier, Drive):
+                tier.settle()
 
     @property
     def traffic(self) -> dict[str, int]:
@@ -184,6 +202,14 @@ class Wrapped3(Wrapped0):
     zero = 3
 
 
+def _offloading(name: str, base: type[ThreeD]) -> dict[str, type[ThreeD]]:
+    """An engine for every mode of offloading."""
+    return {
+        f"{name}{kind}": type(f"{name}{kind}", (base,), {"zero": offload.stage, "offload": offload})
+        for kind, offload in OFFLOADS.items()
+    }
+
+
 class TP2(ThreeD):
     """Tensor parallelism over two ranks."""
 
@@ -226,4 +252,5 @@ ENGINES: dict[str, Callable[[GPTConfig, Any], Engine]] = {
     "wrapped_zero0": Wrapped0, "wrapped_zero1": Wrapped1, "wrapped_zero2": Wrapped2, "wrapped_zero3": Wrapped3,
     "threed_tp": TP2, "threed_tp_sp": TP2Sequence, "threed_1f1b": PP2, "threed_gpipe": PP2GPipe,
     "threed_3d": ThreeD222, "threed_3d_sp": ThreeD222Sequence,
+    **_offloading("threed_zero", ThreeD), **_offloading("wrapped_zero", Wrapped0),
 }  # fmt: skip

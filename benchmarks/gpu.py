@@ -2,6 +2,8 @@
 
     python benchmarks/gpu.py                   # needs one CUDA device; without one it says so and exits 0
     python benchmarks/gpu.py --sizes small     # one size
+    python benchmarks/gpu.py --largest /nvme   # the largest model that trains resident, with host and with NVMe offload
+    python benchmarks/gpu.py --layers 8 --place cpu --trace trace.json     # one of those, with a trace of its overlap
 
 Written without a GPU at hand: no figure of it has been measured yet. The check compares losses of a small model with
 the same training on the CPU in fp32; the timing feeds random tokens, which cost what real ones do.
@@ -13,7 +15,9 @@ import argparse
 import gc
 import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -88,13 +92,66 @@ def measure(name: str, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def offloaded(layers: int, place: str, folder: str, trace: str | None) -> dict[str, Any]:
+    """A model of 4096 features and so many layers under ZeRO-3 with its states in a place: tokens/s, TFLOP/s, peak."""
+    config = GPTConfig(layers, 4096, 32, 2048, 50304)
+    where = {"offload_optimizer": place, "offload_params": place, "nvme_path": folder if place == "nvme" else None}
+    settings = {
+        "precision": {"dtype": "bf16", "grad_dtype": "bf16"}, "zero": {"stage": 3, **where},
+        "recompute": {"mode": "full"}, "train": {"global_batch": 8, "micro_batch": 8, "grad_clip": 1.0},
+    }  # fmt: skip
+    engine = make_trainer(config, Topology(device=torch.device("cuda:0")), settings)
+    ids = torch.randint(config.vocab, (8, config.seq_len + 1), device="cuda")
+    data = {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+    engine.step(data)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(2):
+        engine.step(data)
+    torch.cuda.synchronize()
+    rate = 2 * data["tokens"].numel() / (time.perf_counter() - begin)
+    if trace is not None:
+        with torch.profiler.profile() as profiler:
+            engine.step(data)
+            torch.cuda.synchronize()
+        profiler.export_chrome_trace(trace)
+    return {
+        "place": place, "layers": layers, "parameters": config.parameters, "tokens_per_s": rate,
+        "tflops": rate * config.flops_per_token() / 1e12, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }  # fmt: skip
+
+
+def largest(folder: str) -> None:
+    """For each place, models of more and more layers, each in a process of its own, until one does not train."""
+    for place in ("none", "cpu", "nvme"):
+        for layers in (4, 8, 16, 24, 32, 40, 48, 64, 80):
+            command = [sys.executable, __file__, "--layers", str(layers), "--place", place, "--largest", folder]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                why = done.stderr.strip().splitlines()[-1:] or [f"ended by {done.returncode}"]
+                print(json.dumps({"place": place, "layers": layers, "failed": why[0][:300]}), flush=True)
+                break
+            print(done.stdout.strip().splitlines()[-1], flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
+    parser.add_argument("--largest", metavar="FOLDER", help="find the largest models; FOLDER: on the drive")
+    parser.add_argument("--layers", type=int, help="one model of so many layers, with its states in --place")
+    parser.add_argument("--place", choices=["none", "cpu", "nvme"], default="none")
+    parser.add_argument("--trace", help="write a Chrome trace of a step there")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device")
+        return
+    if args.layers is not None:
+        folder = args.largest or tempfile.gettempdir()
+        print(json.dumps(offloaded(args.layers, args.place, folder, args.trace)))
+        return
+    if args.largest is not None:
+        largest(args.largest)
         return
     print(json.dumps(check()))
     for name in args.sizes:

@@ -78,7 +78,9 @@ def child(args: argparse.Namespace) -> None:
     place = {"offload_optimizer": "nvme", "offload_params": "nvme", "nvme_path": args.folder} if args.offload else {}
     config = resolve(
         Config.model_validate({
-            "model": {"layers": args.layers, "hidden": args.hidden, "heads": max(1, args.hidden // 128), "seq": args.seq},
+            "model": {
+                "layers": args.layers, "hidden": args.hidden, "heads": max(1, args.hidden // 128), "seq": args.seq
+            },
             "zero": {"stage": 3, "bucket_mib": args.bucket_mib, **place},
             "precision": {"dtype": args.dtype},
             "train": {"global_batch": args.batch, "micro_batch": args.batch, "steps": 100},

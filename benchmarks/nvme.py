@@ -4,11 +4,11 @@
     python benchmarks/nvme.py --dir /nvme --rounds 20 --only threed fio_libaio o_direct
     python benchmarks/nvme.py --dir /nvme --fresh               # new files in every round: writing allocates, too
 
-Every contender has a file of its own and overwrites it, as swapping does; the contenders take turns within a round,
-beginning with another one each time, and a first round is not counted. Reads are checked. Of every contender: the
-median and the range of GB/s, CPU seconds a GB. Of threed and every peer: the median over the rounds of the ratio of
-their speeds in one round, with its 95 % bootstrap interval. fio and DeepSpeed are left out, by name, where
-they are not installed (apt-get install fio libaio-dev; pip install deepspeed).
+Every contender has a file of its own and overwrites it, as swapping does; the contenders take turns within a round, in
+another order each time, and a first round is not counted. Reads are checked. Of every contender: the median and the
+range of GB/s, CPU seconds a GB. Of threed and every peer: the median over the rounds of the ratio of their speeds in
+one round, with its 95 % bootstrap interval. fio and DeepSpeed are left out, by name, where they are not installed
+(apt-get install fio libaio-dev; pip install deepspeed).
 """
 
 from __future__ import annotations
@@ -206,9 +206,10 @@ Rounds = dict[str, dict[str, list[dict[str, float]]]]
 def play(contenders: dict[str, Contender], rounds: int, fresh: bool) -> Rounds:
     """What was measured of each, in each operation, round by round; the first round is left out."""
     found: Rounds = {name: {operation: [] for operation in OPERATIONS} for name in contenders}
-    names = list(contenders)
+    names, shuffle = list(contenders), random.Random(0).shuffle
     for turn in range(rounds + 1):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        shuffle(names)  # what one leaves in the drive's caches must not always meet the same next one
+        for name in names:
             for operation in OPERATIONS:
                 record = measure(contenders[name], operation)
                 if turn:

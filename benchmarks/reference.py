@@ -46,6 +46,7 @@ PRESETS = {
     "tiny": GPTConfig(2, 64, 4, 64, 512),  # to try the benchmarks themselves
     "small": GPTConfig(),
     "base": GPTConfig(12, 512),  # 42 M parameters: with one sequence a rank, communication weighs
+    "200m": GPTConfig(16, 1024, 16, 128),  # 210 M parameters: with one short sequence a rank, the update weighs
 }
 
 

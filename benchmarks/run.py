@@ -1,13 +1,15 @@
 """threed beside its peers: tokens/s, CPU time, bytes moved, peak memory, on one machine. See `docs/performance.md`.
 
-    python benchmarks/run.py                                         # every suite: about an hour and a half on 2 cores
+    python benchmarks/run.py                                         # all but offload: an hour and a half on 2 cores
     python benchmarks/run.py --suites zero                           # ZeRO beside DDP, FSDP2, torch, DeepSpeed
     python benchmarks/run.py --suites zero --only ddp threed_zero2   # two engines of it
+    python benchmarks/run.py --suites offload --folder /nvme         # offload beside DeepSpeed's: 20 GiB of memory
     python benchmarks/run.py --quick                                 # fewer rounds, time only
     python benchmarks/run.py --show benchmarks/results/X.jsonl       # the tables of a former run
 
 The engines of a suite (`benchmarks/suites.py`) run in turn in one process group, whenever the machine is quiet; then
-each runs alone for memory and bytes. Records go to benchmarks/results/<time>.jsonl, Markdown tables to the terminal.
+each runs alone for memory and bytes. A name such as `offload-cpu` stands for all suites that begin so. Records go to
+benchmarks/results/<time>.jsonl, Markdown tables to the terminal.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,18 +29,17 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.suites import STAGES, SUITES, Suite, wire_mib  # noqa: E402
-
-PARITY = 1e-5  # relative difference of the losses of the first steps
+from benchmarks.suites import FP32_STAGES, STAGES, SUITES, Suite, wire_mib  # noqa: E402
 
 
 def measure(suite: Suite, engines: list[str], flags: list[str]) -> dict[str, Any]:
     """Runs the worker on the suite's ranks and reads its record; RuntimeError with its last words when it fails."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(suite.ranks)]
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja, for what is compiled
-    environment = {**os.environ, "PATH": tools, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [*launch, "-m", "benchmarks.worker", "--engines", *engines, *suite.options, *flags]
-    environment["PYTHONWARNINGS"] = "ignore"
+    environment = {**os.environ, "PATH": tools, "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"OMP_NUM_THREADS": str(suite.threads), "PYTHONWARNINGS": "ignore"}
+    own = [*suite.options, "--threads", str(suite.threads)]
+    command = [*launch, "-m", "benchmarks.worker", "--engines", *engines, *own, *flags]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if not records:
@@ -62,8 +64,14 @@ def chosen(suite: Suite, args: argparse.Namespace) -> list[str]:
 
 def run_suite(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A suite's interleaved record, then those of its engines alone."""
+    with tempfile.TemporaryDirectory(prefix="threed-swap-", dir=args.folder) as folder:
+        return records_of(name, args, folder)
+
+
+def records_of(name: str, args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
+    """The same; folder: where engines may swap to."""
     suite, names = SUITES[name], chosen(SUITES[name], args)
-    flags = ["--quiet", str(args.quiet), "--patience", str(args.patience)]
+    flags = ["--quiet", str(args.quiet), "--patience", str(args.patience), "--folder", folder]
     flags += ["--torch-matmul"] if args.torch_matmul else []
     flags += ["--preset", args.preset] if args.preset else []
     records = []
@@ -71,7 +79,7 @@ def run_suite(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         rounds = 3 if args.quick else args.rounds
         records = [measure(suite, names, [*flags, "--rounds", str(rounds)])]
         for engine, found in records[0]["results"].items():
-            if not found["loss_difference"] <= PARITY:
+            if not found["loss_difference"] <= suite.parity:
                 raise RuntimeError(f"{engine} does not train what {names[0]} trains: losses {found['losses']}")
     if not args.quick:
         records += [measure(suite, [engine], [*flags, "--warmup", "3"]) for engine in names]
@@ -104,17 +112,33 @@ def speed_table(records: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def update_table(records: list[dict[str, Any]]) -> list[str]:
+    """What comes after the last backward, until all that it began is done; ratios to the suite's first engine."""
+    lines = heading("suite, ranks, engine, ZeRO stage, update s, times faster, 95 %, step s, rounds")
+    for record in records:
+        for engine, r in record["results"].items():
+            low, high = r["update_interval"]
+            ratio = [f"**{r['update']:.2f}**", f"{low:.2f}–{high:.2f}"]
+            seconds = [f"{r[key] / 1e3:.3f}" for key in ("update_ms", "step_ms")]
+            lines.append(line(record, engine, seconds[0], *ratio, seconds[1], str(record["rounds"])))
+    return lines
+
+
 def memory_table(records: list[dict[str, Any]]) -> list[str]:
     """Memory of the fullest rank and bytes of all ranks, one line an engine."""
-    columns = "suite, ranks, engine, ZeRO stage, peak RSS above base MiB, peak of live tensors MiB"
-    lines = heading(f"{columns}, live between steps MiB, loopback MiB a step, formula MiB, ratio, counted MiB a step")
+    columns = (
+        "suite, ranks, engine, ZeRO stage, peak RSS above base MiB, peak of live tensors MiB, live between steps MiB"
+    )
+    columns += ", loopback MiB a step, formula MiB, ratio, counted MiB a step"
+    lines = heading(f"{columns}, read from the drive MiB a step, written to it MiB a step")
     for r in records:
         (engine,) = r["engines"]
         memory = [f"{max(r[key]):.0f}" for key in ("peak_mib", "live_peak_mib", "live_mib")]
-        formula = wire_mib(STAGES[engine], r["parameters"], r["world"]) if engine in STAGES else None
+        formula = wire_mib(FP32_STAGES[engine], r["parameters"], r["world"]) if engine in FP32_STAGES else None
         wire = [f"{formula:.1f}", f"{r['loopback_mib'] / formula:.3f}"] if formula else ["–", "–"]
         counted = ", ".join(f"{axis} {mib:.1f}" for axis, mib in r["counted_mib"].items() if mib >= 0.05) or "–"
-        lines.append(line(r, engine, *memory, f"{r['loopback_mib']:.1f}", *wire, counted))
+        drive = [f"{mib:.0f}" for mib in r.get("drive_mib", ())] or ["–", "–"]
+        lines.append(line(r, engine, *memory, f"{r['loopback_mib']:.1f}", *wire, counted, *drive))
     return lines
 
 
@@ -122,19 +146,31 @@ def tables(records: list[dict[str, Any]]) -> str:
     """The records as Markdown."""
     together, alone = ([r for r in records if ("results" in r) is kind] for kind in (True, False))
     lines = speed_table(together) if together else []
+    if updates := [record for record in together if record.get("settle")]:
+        lines += ["", *update_table(updates)]
     return "\n".join([*lines, "", *memory_table(alone)] if alone else lines)
 
 
+def named(text: str) -> list[str]:
+    """The suite of that name, or those whose names begin with it."""
+    found = [text] if text in SUITES else [name for name in SUITES if name.startswith(f"{text}-")]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text}: the suites are {', '.join(SUITES)}")
+    return found
+
+
 def parse() -> argparse.Namespace:
+    usual = [name for name in SUITES if not name.startswith("offload")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES), metavar="SUITE")
+    parser.add_argument("--suites", nargs="+", type=named, default=[usual], metavar="SUITE", help=", ".join(SUITES))
     parser.add_argument(
         "--only", nargs="+", metavar="ENGINE", help="of each suite, these engines; the first is the base"
     )
     parser.add_argument("--quick", action="store_true", help="3 rounds; no memory or bytes")
     parser.add_argument("--memory-only", action="store_true", help="no times: memory and bytes of each engine")
     parser.add_argument("--torch-matmul", action="store_true", help="threed multiplies as peers do, never by oneDNN")
-    parser.add_argument("--preset", help="another model than the suite's: tiny, small or base")
+    parser.add_argument("--preset", help="another model than the suite's: tiny, small, base or 200m")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the drive that is swapped to")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--quiet", type=float, default=0.12, help="cores that others may use during a step")
     parser.add_argument("--patience", type=float, default=900, help="seconds after which nothing disturbed is repeated")
@@ -151,7 +187,8 @@ def main() -> None:
     results.mkdir(exist_ok=True)
     path = results / f"{datetime.now(UTC):%Y-%m-%d-%H%M%S}.jsonl"
     records: list[dict[str, Any]] = []
-    for name in args.suites:
+    suites = [name for names in args.suites for name in names]
+    for name in suites:
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
             found = run_suite(name, args)
@@ -163,7 +200,7 @@ def main() -> None:
             file.writelines(json.dumps(record) + "\n" for record in found)
     print(tables(records))
     print(f"\nrecords: {path}")
-    sys.exit(len({record["suite"] for record in records}) < len(args.suites))
+    sys.exit(len({record["suite"] for record in records}) < len(suites))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,25 @@ from dataclasses import dataclass
 class Suite:
     """Engines side by side on so many ranks; the first is what the others are measured against.
 
-    options: the worker's flags for the model and the batch.
+    options: the worker's flags for the model and the batch. parity: by how much, relatively, the losses of the first
+    steps may differ. threads: of a rank.
     """
 
     ranks: int
     engines: tuple[str, ...]
     options: tuple[str, ...] = ()
+    parity: float = 1e-5
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What of the training state an engine keeps where, and in which number format it computes."""
+
+    stage: int
+    optimizer: str = "none"
+    params: str = "none"
+    dtype: str = "fp32"
 
 
 TORCH = ("ddp", "ddp_again", "torch_zero1", "fsdp2_keep", "fsdp2")
@@ -36,13 +49,39 @@ SUITES = {
     "zero4": Suite(4, (*TORCH, *DEEPSPEED[1:], *OURS)),
 }
 
+# Modes of offloading: of which stage, to where. On a machine without a GPU "cpu" is where everything is anyway: what is
+# compared is the way it takes. Parameters on a drive in fp32 are not among them: DeepSpeed 0.19.8 keeps them there in
+# bf16, and trains something else.
+OFFLOADS = {
+    "2_cpu": Offload(2, "cpu"), "2_cpu_bf16": Offload(2, "cpu", dtype="bf16"),
+    "3_cpu": Offload(3, "cpu", "cpu"), "3_cpu_bf16": Offload(3, "cpu", "cpu", "bf16"),
+    "3_nvme": Offload(3, "nvme", "cpu"), "3_nvme_bf16": Offload(3, "nvme", "cpu", "bf16"),
+    "3_nvme_all_bf16": Offload(3, "nvme", "nvme", "bf16"),
+}  # fmt: skip
+_MAKERS = ("deepspeed", "threed_zero", "wrapped_zero")
+
+
+def _beside_deepspeed(kind: str, ranks: int) -> tuple[str, Suite]:
+    """A mode of offloading by DeepSpeed and by threed; a step ends when everything is back at home."""
+    stage, place, *rest = kind.split("_")
+    engines = tuple(f"{maker}{kind}" for maker in _MAKERS)
+    options = ("--preset", "200m", "--batch", str(ranks), "--warmup", "3", "--settle")
+    # DeepSpeed's fp32 masters begin as the weights rounded to bf16, threed's as the weights.
+    suite = Suite(ranks, engines, options, 2e-3 if OFFLOADS[kind].dtype == "bf16" else 1e-5, threads=2 // ranks)
+    return "-".join(("offload", place, stage, *rest, f"dp{ranks}")), suite
+
+
+SUITES |= dict(_beside_deepspeed(kind, ranks) for kind in OFFLOADS for ranks in (1, 2))
+
 # The ZeRO stage of every data-parallel engine: what it keeps a slice of, by its own account.
 STAGES = {
     "ddp": 0, "ddp_again": 0, "torch_zero1": 1, "fsdp2_keep": 2, "fsdp2": 3,
     "deepspeed0": 0, "deepspeed1": 1, "deepspeed2": 2, "deepspeed3": 3,
     "threed_zero0": 0, "threed_zero1": 1, "threed_zero2": 2, "threed_zero3": 3,
     "wrapped_zero0": 0, "wrapped_zero1": 1, "wrapped_zero2": 2, "wrapped_zero3": 3,
+    **{f"{maker}{kind}": offload.stage for kind, offload in OFFLOADS.items() for maker in _MAKERS},
 }  # fmt: skip
+FP32_STAGES = {engine: stage for engine, stage in STAGES.items() if not engine.endswith("bf16")}
 
 
 def wire_mib(stage: int, parameters: int, ranks: int) -> float:

@@ -31,7 +31,8 @@ from benchmarks import host, memory, reference
 from benchmarks.engines import ENGINES, Engine
 from threed.ops import matmul
 
-Step = tuple[float, float, float]  # seconds, cores that other processes used, CPU seconds of all ranks
+# Seconds, cores that other processes used, CPU seconds of all ranks, seconds after the last backward (with --settle).
+Step = tuple[float, float, float, float]
 Batch = tuple[Tensor, Tensor]
 
 
@@ -58,20 +59,22 @@ def warm(engine: Engine, batches: list[Batch]) -> list[float]:
     return losses
 
 
-def timed(engine: Engine, batches: list[Batch]) -> list[Step]:
-    """Runs the batches. Ranks start together and then run free, as in training."""
+def timed(engine: Engine, batches: list[Batch], settle: bool = False) -> list[Step]:
+    """Runs the batches. Ranks start together and then run free, as in training; settle: every step is finished."""
     dist.barrier()
-    stamps = [host.stamp()]
+    updating, stamps = 0.0, [(*host.stamp(), 0.0)]
     for number, (x, y) in enumerate(batches, 1):
         engine.step(x, y)
-        if number == len(batches):
+        returned = time.perf_counter()
+        if settle or number == len(batches):
             engine.finish()
-        stamps.append(host.stamp())
+        updating += getattr(engine, "update_s", 0.0) + time.perf_counter() - returned
+        stamps.append((*host.stamp(), updating))
     spent = [[b - a for a, b in zip(old, new, strict=True)] for old, new in itertools.pairwise(stamps)]
     steps = []
     for ranks in zip(*gather(spent), strict=True):
-        own = sum(cpu for _, cpu, _ in ranks)
-        steps.append((max(wall for wall, _, _ in ranks), (ranks[0][2] - own) / ranks[0][0], own))
+        walls, own, everybody, updates = zip(*ranks, strict=True)
+        steps.append((max(walls), (everybody[0] - sum(own)) / walls[0], sum(own), max(updates)))
     return steps
 
 
@@ -101,8 +104,9 @@ def run_one(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str, 
     gc.collect()
     host.reset_peak()
     meet_when_quiet(args.quiet, time.monotonic() + args.patience)
-    counted, sent = getattr(engine, "traffic", {}), host.loopback_bytes()
-    steps = timed(engine, batches[args.warmup :])
+    counted, sent, moved = getattr(engine, "traffic", {}), host.loopback_bytes(), host.drive_bytes()
+    steps = timed(engine, batches[args.warmup :], args.settle)
+    swapped = [(now - before) / len(steps) / 2**20 for before, now in zip(moved, host.drive_bytes(), strict=True)]
     dist.barrier()
     per_step = (host.loopback_bytes() - sent) / len(steps)
     mine = {axis: (now - counted.get(axis, 0)) / len(steps) for axis, now in getattr(engine, "traffic", {}).items()}
@@ -114,16 +118,17 @@ def run_one(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str, 
         "counted_mib": {axis: sum(row.get(axis, 0) for row in traffic) / 2**20 for axis in traffic[0]},
         "base_rss_mib": gather(base), "build_mib": gather(built), "peak_mib": gather(peak),
         "live_mib": gather(live), "live_peak_mib": gather(live_peak),
+        "drive_mib": [sum(ranks) for ranks in zip(*gather(swapped), strict=True)],  # read, written
     }  # fmt: skip
 
 
-def block(engine: Engine, batches: list[Batch], quiet: float, end: float) -> list[Step] | None:
+def block(engine: Engine, batches: list[Batch], args: argparse.Namespace, end: float) -> list[Step] | None:
     """The undisturbed steps of a block of which at least half are; None when there was none before `end`."""
     while True:
-        steps = [step for step in timed(engine, batches) if step[1] <= quiet]
+        steps = [step for step in timed(engine, batches, args.settle) if step[1] <= args.quiet]
         if len(steps) >= (len(batches) + 1) // 2:
             return steps
-        if not meet_when_quiet(quiet, end):
+        if not meet_when_quiet(args.quiet, end):
             return None
 
 
@@ -137,7 +142,7 @@ def run_rounds(engines: dict[str, Engine], batches: list[Batch], args: argparse.
         order = names[first:] + names[:first]
         found: dict[str, Any] = {}
         for name in order:
-            found[name] = block(engines[name], batches, args.quiet, end)
+            found[name] = block(engines[name], batches, args, end)
             if found[name] is None:
                 if not rounds:
                     raise RuntimeError("disturbed: other processes use the cores; wait, or raise --quiet or --patience")
@@ -172,6 +177,7 @@ def summary(
     speed = [median_ms(found[first]) / median_ms(found[name]) for found in rounds]
     cpu = [median_ms(found[name], 2) / median_ms(found[first], 2) for found in rounds]
     return {
+        **(update_of(name, first, rounds) if args.settle else {}),
         "step_ms": median_ms(mine), "tokens_per_s": 1e3 * tokens / median_ms(mine),
         "cpu_s_per_token": median_ms(mine, 2) / 1e3 / tokens,
         "round_ms": [median_ms(found[name]) for found in rounds],
@@ -179,6 +185,16 @@ def summary(
         "speed": statistics.median(speed), "speed_interval": bootstrap(speed),
         "cpu": statistics.median(cpu), "cpu_interval": bootstrap(cpu),
         "losses": losses[name], "loss_difference": largest_difference(losses[first], losses[name]),
+    }  # fmt: skip
+
+
+def update_of(name: str, first: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a step takes after its last backward, and how many times faster than the first engine's that is."""
+    faster = [median_ms(found[first], 3) / median_ms(found[name], 3) for found in rounds]
+    return {
+        "update_ms": median_ms([step for found in rounds for step in found[name]], 3),
+        "round_update_ms": [median_ms(found[name], 3) for found in rounds],
+        "update": statistics.median(faster), "update_interval": bootstrap(faster),
     }  # fmt: skip
 
 
@@ -210,6 +226,11 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--quiet", type=float, default=0.12, help="cores that other processes may use during a step")
     parser.add_argument("--torch-matmul", action="store_true", help="threed multiplies as peers do, never by oneDNN")
+    parser.add_argument("--threads", type=int, default=1, help="of a rank")
+    parser.add_argument(
+        "--settle", action="store_true", help="each step waits for all that it began, also gathers and writes"
+    )
+    parser.add_argument("--folder", help="where engines swap to, on a drive")
     return parser.parse_args()
 
 
@@ -218,7 +239,7 @@ def main() -> None:
     answer = os.dup(1)
     os.dup2(2, 1)  # some engines talk on stdout, which is for the record
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     if args.torch_matmul:
         matmul._onednn_is_faster = lambda: False  # type: ignore[assignment]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

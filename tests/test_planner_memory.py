@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from threed.planner import (
     Decoder,
     LayerCost,
     balanced,
+    block_cost,
     communication_bytes,
     data_parallel_bytes,
+    fully_recomputed,
     optimizer_bytes,
     rank_bytes,
     regime,
@@ -247,3 +251,43 @@ def test_bytes_of_a_2x2x2_step_by_hand() -> None:
 def test_one_rank_sends_nothing() -> None:
     costs = transformer_costs(Decoder(hidden=16, heads=4, ffn=32, vocab=64, seq=8), 2)
     assert communication_bytes(costs, microbatches=5) == {"tp": 0, "pp": 0, "dp": 0, "cp": 0}
+
+
+def test_inputs_that_are_kept_by_the_formulas_of_1910_02054_section_6_1() -> None:
+    """s b h of every layer; a t-th of it as slices; none where they are elsewhere, but for what is under way."""
+    s, b, h, t = 128, 4, 64, 4
+    cost = block_cost(Decoder(hidden=h, heads=8, ffn=256, vocab=100, seq=s, micro_batch=b, tensor=t, element_bytes=2))
+    common = {"param_bytes": 2, "grad_bytes": 4}
+    whole, sliced = (fully_recomputed(cost, n) for n in (1, t))
+    away = fully_recomputed(cost, t, buffers=6)
+    assert rank_bytes([whole] * 3, live=5, **common)["activations"] == 5 * 3 * 2 * s * b * h
+    assert rank_bytes([sliced] * 3, live=5, **common)["activations"] == 5 * 3 * 2 * s * b * h // t
+    held = rank_bytes([away] * 3, live=5, **common)
+    assert held["activations"] == 0
+    assert held["offloaded"] == 5 * 3 * 2 * s * b * h // t
+    assert held["peak"] == sum(held[part] for part in ("parameters", "gradients", "optimizer", "buffers"))
+    assert whole.working_bytes == cost.working_bytes + cost.activation_bytes
+    assert away.working_bytes - sliced.working_bytes == 6 * 2 * s * b * h // t
+    assert sliced.tp_bytes - whole.tp_bytes == 2 * s * b * h * (t - 1) // t
+    assert "offloaded" not in rank_bytes([whole], live=5, **common)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("t", [1, 4])
+def test_operations_that_are_computed_again(gated: bool, t: int) -> None:
+    """In elements: attention gives back its output, the activation f (2 f gated), a norm what follows it."""
+    s, b, h, f = 128, 4, 64, 256
+    dims = Decoder(hidden=h, heads=8, ffn=f, vocab=100, seq=s, micro_batch=b, tensor=t, gated=gated, sequence=True)
+    plain, tokens = block_cost(dims), s * b
+    saved = {
+        "attention": tokens * (h // t + 8 // t),
+        "activation": tokens * f // t * (2 if gated else 1),
+        "norm": 2 * tokens * h + 2 * 2 * tokens // t,
+    }
+    for op, elements in saved.items():
+        again = block_cost(replace(dims, recompute=(op,)))
+        assert plain.activation_bytes - again.activation_bytes == 4 * elements, op
+        assert again.flops_backward - plain.flops_backward == (4 * tokens * s * h // t if op == "attention" else 0)
+        assert again.tp_bytes - plain.tp_bytes == (2 * tokens * h * 4 * (t - 1) // t if op == "norm" else 0)
+    both = block_cost(replace(dims, recompute=tuple(saved)))
+    assert plain.activation_bytes - both.activation_bytes == 4 * sum(saved.values())

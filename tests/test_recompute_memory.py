@@ -163,6 +163,32 @@ def test_a_rank_keeps_what_the_forecast_says(schedule: str) -> None:
         assert sliced < full < plain / 4
 
 
+def sent_over_tp(cases: list[Case]) -> list[tuple[int, int]]:
+    """Bytes that a rank sends over tp in a step, counted and planned."""
+    found = []
+    for case in cases:
+        config = sized(case)
+        engine = engine_of(config)
+        before = engine.topology.traffic["tp"]
+        step(engine, 0)
+        sends = Forecast.of(config, case.world).ranks[engine.topology.rank].sends
+        found.append((engine.topology.traffic["tp"] - before, sends["tp"]))
+    return found
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_recompute_sends_again_is_planned(sequence: bool) -> None:
+    """Two sums a layer, gathers of slices; under sequence parallelism gathers of what norms made."""
+    modes = ["none", "full", "half", "selective", "sliced"]
+    base = Case(2, 1, 2, dtype="fp32", layers=3, sequence=sequence)
+    for found in run_ranks(4, sent_over_tp, [replace(base, recompute=mode) for mode in modes]):
+        (plain, planned), *others = found
+        for mode, (sent, wanted) in zip(modes[1:], others, strict=True):
+            assert sent - plain == wanted - planned, mode
+        assert (found[4] == found[1]) == sequence  # sliced already: nothing is done twice
+        assert (found[3] == found[0]) == (not sequence)
+
+
 def places(case: Case) -> list[tuple[int, int, int]]:
     """Of the arena after each step: where it begins, allocations so far, free slots; batches of changing length."""
     engine, found = engine_of(config_of(case)), []
@@ -197,3 +223,18 @@ def test_more_micro_batches_than_were_planned_replace_the_arena_once() -> None:
     for allocations in run_ranks(2, outgrown):
         assert allocations[-1] == allocations[-2]
         assert allocations[-1][0] <= 3  # for 1 micro-batch, 2, 4
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "said"),
+    [
+        (Case(tp=2, recompute="sliced", sequence=True), {}, "each block from its input, sliced over tp (by sequence"),
+        (Case(recompute="cpu"), {}, "each block from its input, in host memory (where it is anyway: there is no GPU)"),
+        (Case(recompute="half"), {}, "one block in 2 from its input, in an arena"),
+        (Case(recompute="selective"), {"every": 3}, "attention, activation, norm of one block in 3"),
+    ],
+)
+def test_the_forecast_says_what_is_kept_where(case: Case, changes: dict[str, Any], said: str) -> None:
+    config = config_of(case)
+    config = config.model_copy(update={"recompute": config.recompute.model_copy(update=changes)})
+    assert f"\nrecompute  {said}" in Forecast.of(config, case.world).text()

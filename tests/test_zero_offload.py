@@ -127,3 +127,12 @@ DELAYED += [Case(pp=2, dp=2, zero=3, offload_optimizer="cpu", offload_params="cp
 def test_a_delayed_update_is_one_step_late(case: Case) -> None:
     (truth,) = run_ranks(1, delayed_truth, case, 5)
     run_ranks(case.world, check_delayed, case, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("place", [("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme")], ids=str)
+def test_offload_from_a_gpu_trains_what_the_gpu_does(place: Place) -> None:
+    """The host's Adam and the GPU's round differently, a few ulp a step."""
+    case = Case(dtype="fp32", zero=3, microbatches=3)
+    assert difference(train(at(case, place)), train(case)) <= 1e-5

@@ -16,8 +16,10 @@ from threed.pipeline.build import partition
 from threed.pipeline.checkpoints import BUFFERS, with_recompute
 from threed.planner import (
     LayerCost,
+    Offload,
     block_cost,
     communication_bytes,
+    drive_buffers,
     fully_recomputed,
     rank_bytes,
     regime,
@@ -209,6 +211,24 @@ def _held(config: Config, sizes: dict[str, int], layers: Sequence[LayerCost], li
         prefetch=config.zero.prefetch, **_sharing(config, sizes["dp"]),
         bucket_bytes=int(config.zero.bucket_mib * MIB),
         message_bytes=2 * layers[0].output_bytes if sizes["pp"] > 1 else 0,
+        offload=_offload(config, layers, sizes["dp"]),
+    )  # fmt: skip
+
+
+def _offload(config: Config, layers: Sequence[LayerCost], data_ranks: int) -> Offload:
+    """What ZeRO keeps elsewhere than on the device; beside a CPU, host memory is no other place."""
+    zero, shards = config.zero, _sharing(config, data_ranks)["shards"]
+    places = {"none": False, "cpu": on_gpu(), "nvme": True}
+    buffers = 0
+    if "nvme" in (zero.offload_optimizer, zero.offload_params):
+        bucket = int(zero.bucket_mib * MIB) // _widths(config)[1]
+        sliced = max(layer.sliced(zero.resident) for layer in layers) if zero.stage == 3 else 0
+        parts = MOMENTS.get(config.optim.name, 2)
+        count = drive_buffers(-(-sliced // bucket), parts, zero.prefetch)
+        buffers = count * bucket // shards * max(4, _widths(config)[0])
+    return Offload(
+        zero.offload_optimizer != "none", zero.offload_params != "none", places[zero.offload_optimizer],
+        places[zero.offload_params], buffers, zero.tile,
     )  # fmt: skip
 
 

@@ -114,6 +114,8 @@ class Stage:
     def forward(self, microbatch: int, x: Tensor | None, micro: MicroBatch, keep: bool = False) -> Tensor:
         """Runs the layers, and keeps what backward needs when the micro-batch is for training."""
         frames: list[Frame] = []
+        if micro.training:
+            self._open[microbatch] = frames
         keep = keep and self._backward_units[:1] == [self._units[-1]]
         y = x if x is None or not micro.training else x.requires_grad_()
         with torch.set_grad_enabled(micro.training):
@@ -128,8 +130,6 @@ class Stage:
                     self.gatherer.release(step.run)
         if y is None:
             raise ValueError("a pipeline stage without layers")
-        if micro.training:
-            self._open[microbatch] = frames
         return y.detach()
 
     def _run(self, unit: int, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Frame]:
@@ -197,15 +197,17 @@ class Stage:
         if again is None or keeper is None:
             yield frame.x, frame.edge
             return
-        x = None if again.kept is None else keeper.take(again.kept).requires_grad_(again.needs_dx)
-        self._bring_ahead(before)
-        with torch.enable_grad(), again.draws.again():
-            y = self._layer(unit)(x, again.micro)
-        edge = get_gradient_edge(y) if y.requires_grad else None
-        del y  # its memory is free for the backward
-        yield x, edge
-        if again.kept is not None:
-            keeper.drop(again.kept)
+        try:
+            x = None if again.kept is None else keeper.take(again.kept).requires_grad_(again.needs_dx)
+            self._bring_ahead(before)
+            with torch.enable_grad(), again.draws.again():
+                y = self._layer(unit)(x, again.micro)
+            edge = get_gradient_edge(y) if y.requires_grad else None
+            del y  # its memory is free for the backward
+            yield x, edge
+        finally:
+            if again.kept is not None:
+                keeper.drop(again.kept)
 
     def _bring_ahead(self, frames: list[Frame]) -> None:
         """Begins to bring back the inputs that are needed next, in the same order on all tensor ranks."""

@@ -22,17 +22,19 @@ from threed.planner.costs import (
     transformer_costs,
 )
 from threed.planner.gathering import Gathering, gathering
-from threed.planner.memory import optimizer_bytes, rank_bytes, regime
+from threed.planner.memory import Offload, drive_buffers, optimizer_bytes, rank_bytes, regime
 from threed.planner.partition import balanced, explicit, uniform
 
 __all__ = [
     "Decoder",
     "Gathering",
     "LayerCost",
+    "Offload",
     "balanced",
     "block_cost",
     "communication_bytes",
     "data_parallel_bytes",
+    "drive_buffers",
     "embedding_cost",
     "explicit",
     "fully_recomputed",

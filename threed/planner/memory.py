@@ -11,11 +11,38 @@ ranks, stage 2 the gradients too, stage 3 the parameters too. Which regime of by
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from threed.planner.costs import LayerCost, sliced_parameters, stage_parameters
 from threed.planner.gathering import gathering, in_turn
 
 BUCKETS_IN_FLIGHT = 2  # one fills up or is used while the other one travels
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What of a rank's states has a place of its own: then it is slices also on one rank alone.
+
+    optimizer: its state, and gradients from ZeRO-2 on. params: under ZeRO-3. ..._away: that place is not the memory
+    that is counted. buffers: bytes for what passes to and fro. tile: into how many tiles the blocks' layers are cut.
+    """
+
+    optimizer: bool = False
+    params: bool = False
+    optimizer_away: bool = False
+    params_away: bool = False
+    buffers: int = 0
+    tile: int = 1
+
+    def stage(self, zero_stage: int, shards: int) -> int:
+        """The ZeRO stage in effect."""
+        if shards > 1:
+            return zero_stage
+        gradients = 2 if self.optimizer and zero_stage >= 2 else 0
+        return 3 if self.params and zero_stage == 3 else gradients
+
+
+NOWHERE = Offload()
 _SLICED = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}
 
 
@@ -67,6 +94,7 @@ def rank_bytes(
     bucket_bytes: int = 0,
     message_bytes: int = 0,
     parameters: int | None = None,
+    offload: Offload = NOWHERE,
 ) -> dict[str, int]:
     """Bytes of parameters, gradients, optimizer, activations and buffers of one rank, and their sum as `peak`.
 
@@ -74,30 +102,58 @@ def rank_bytes(
     moment, as in `Timeline.peak_activations`. shards, replicas: data-parallel ranks that ZeRO spreads the state over,
     and groups of such ranks. moments: of the optimizer. resident, prefetch: under ZeRO-3 parameters with fewer elements
     stay whole, and so many layers are gathered ahead. bucket_bytes: the size of a reduction bucket. message_bytes:
-    pipeline sends and receives under way. parameters: default what the layers say. Buffers are reduction buckets,
+    pipeline sends and receives under way. parameters: default what the layers say. offload: what has a place of its
+    own. Buffers are reduction buckets,
     messages, what the backward of the hungriest layer needs for itself, from stage 2 on the largest single gradient,
     and under stage 3 the layers gathered at once. What layers keep elsewhere is `offloaded`, if there is any; it is no
     part of the peak. Raises ValueError for ZeRO stages that there are not.
     """
     check_zero(zero_stage)
     count = stage_parameters(layers) if parameters is None else parameters
-    stage = zero_stage if shards > 1 else 0
+    stage = offload.stage(zero_stage, shards)
     sliced = (sliced_parameters(layers, resident) if layers else count) if stage == 3 else 0
+    gradients = (_share(count, shards) if stage >= 2 else count) * grad_bytes
+    states = (_share(count, shards) if stage >= 1 else count) * optimizer_bytes(param_bytes, moments)
+    slices = _share(sliced, shards) * param_bytes
+    away = (
+        slices * offload.params_away + states * offload.optimizer_away
+        + gradients * (offload.optimizer_away and stage >= 2)
+    )  # fmt: skip
     parts = {
-        "parameters": (count - sliced + _share(sliced, shards)) * param_bytes,
-        "gradients": (_share(count, shards) if stage >= 2 else count) * grad_bytes,
-        "optimizer": (_share(count, shards) if stage >= 1 else count) * optimizer_bytes(param_bytes, moments),
+        "parameters": (count - sliced) * param_bytes + slices * (not offload.params_away),
+        "gradients": gradients * (stage < 2 or not offload.optimizer_away),
+        "optimizer": states * (not offload.optimizer_away),
         "activations": round(live * sum(layer.activation_bytes for layer in layers)),
-        "buffers": message_bytes + max((layer.working_bytes for layer in layers), default=0),
+        "buffers": message_bytes + offload.buffers + max((layer.working_bytes for layer in layers), default=0),
     }
-    if shards * replicas > 1:
+    if shards * replicas > 1 or stage >= 2:
         parts["buffers"] += _bucket_bytes(stage, bucket_bytes, count * grad_bytes)
     if stage >= 2:
         parts["buffers"] += grad_bytes * max((layer.largest for layer in layers), default=0)
     if stage == 3 and layers:
-        parts["buffers"] += param_bytes * gathering(layers, in_turn(1), prefetch=prefetch, resident=resident).most
-    elsewhere = round(live * sum(layer.offloaded_bytes for layer in layers))
+        parts["buffers"] += param_bytes * _gathered(layers, prefetch, resident, offload.tile)
+    elsewhere = away + round(live * sum(layer.offloaded_bytes for layer in layers))
     return {**parts, "peak": sum(parts.values()), **({"offloaded": elsewhere} if elsewhere else {})}
+
+
+def _gathered(layers: Sequence[LayerCost], prefetch: int, resident: int, tile: int) -> int:
+    """Elements that are whole at once: of the layers gathered ahead, or where they are tiled of two tiles."""
+    if tile == 1:
+        return gathering(layers, in_turn(1), prefetch=prefetch, resident=resident).most
+    rest = [layer for layer in layers if not layer.name.startswith("blocks.")]
+    whole = gathering(rest, in_turn(1), prefetch=prefetch, resident=resident).most if rest else 0
+    return max(whole, 2 * -(-max((layer.largest for layer in layers if layer not in rest), default=0) // tile))
+
+
+def drive_buffers(slices: int, parts: int, prefetch: int) -> int:
+    """How many buffers of a slice's size pass between memory and a drive; that does not grow with the layers.
+
+    slices: buckets of the largest unit. parts: what the optimizer keeps beside the weights. In a step's forward and
+    backward these are the slices of the units gathered ahead, and gradients on their way; in its update what an update
+    needs of the bucket that comes, of the one at work, and of the one that goes.
+    """
+    passing = (prefetch + 1) * slices + BUCKETS_IN_FLIGHT + 2
+    return max(passing, 3 * (parts + 3))
 
 
 def _bucket_bytes(stage: int, bucket: int, gradients: int) -> int:

@@ -15,12 +15,11 @@ from threed.ops.adam import Adam
 from threed.ops.lion import Lion
 from threed.ops.sgd import SGD
 from threed.ops.update import Rule
+from threed.planner.memory import drive_buffers
 from threed.precision import LossScale, dtype
 from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
 from threed.zero.layout import ALIGN, HasModules, Layout, Policy, Rates
-from threed.zero.optimizer import AHEAD
-from threed.zero.reducer import IN_FLIGHT
 
 PAGE = 4096
 
@@ -62,21 +61,14 @@ def _tiers(config: Config, rank: int, nbytes: int) -> tuple[Tier | None, Tier | 
 
 
 def size_buffers(layout: Layout, parts: int, prefetch: int) -> None:
-    """Tells the drive, if there is one, how many buffers will be in use at once; that does not grow with the layers.
-
-    parts: of the optimizer's rule. In a step's forward and backward these are the slices of the units gathered ahead,
-    and gradients on their way; in its update the parts of the bucket that comes, the one at work, and the one that
-    goes.
-    """
+    """Tells the drive, if there is one, how many buffers will be in use at once. parts: of the optimizer's rule."""
     drives = {tier for tier in (layout.policy.params_tier, layout.policy.optimizer_tier) if isinstance(tier, Drive)}
     slices: Counter[int] = Counter()
     for group in layout.groups:
         for unit in group.kind.units or ():
             slices[unit] += len(group.buckets)
-    passing = (prefetch + 1) * max(slices.values(), default=0) + IN_FLIGHT + 2
-    updating = (AHEAD + 2) * (parts + 3)
     for drive in drives:
-        drive.count = max(passing, updating)
+        drive.count = drive_buffers(max(slices.values(), default=0), parts, prefetch)
 
 
 def rates(optim: OptimConfig) -> Callable[[ShardSpec], Rates]:

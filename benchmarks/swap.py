@@ -1,0 +1,108 @@
+"""How well the optimizer's step on NVMe overlaps: the pipelined step beside its I/O alone and its arithmetic alone.
+
+    python benchmarks/swap.py --folder /nvme/swap --rounds 10          # 200 million parameters, fp32 states
+
+Three ways in turn, over the same buckets: `pipelined` reads bucket i + 1 and writes i - 1 while it updates i; `io`
+reads and writes the same without updating; `compute` updates states that are in memory. One JSON record: medians,
+ranges, GB/s of the drive, and how near the pipelined step comes to the longer of the other two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from threed import models  # noqa: E402
+from threed.config import Config, resolve  # noqa: E402
+from threed.engine import Engine  # noqa: E402
+from threed.layers import Slicing  # noqa: E402
+from threed.memory.tiers import Drive  # noqa: E402
+from threed.ops.update import Moment  # noqa: E402
+from threed.topology import Topology  # noqa: E402
+from threed.zero.reducer import Gradient  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A rule that keeps what Adam keeps, and does nothing."""
+
+    parts: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def update(self, *_: Any) -> None:
+        """No arithmetic."""
+
+
+def engine_of(args: argparse.Namespace, place: str) -> Engine:
+    """An engine of so many blocks of width 1024, 12.6 million parameters each, its states in a place."""
+    where = {"offload_optimizer": place, "nvme_path": args.folder if place == "nvme" else None}
+    config = resolve(
+        Config.model_validate({
+            "model": {"layers": args.layers, "hidden": 1024, "heads": 8, "seq": 64},
+            "zero": {"stage": 2, "bucket_mib": args.bucket_mib, **where},
+            "precision": {"dtype": args.dtype},
+            "train": {"global_batch": 1, "micro_batch": 1},
+        }),
+        vocab=260, world_size=1,
+    )  # fmt: skip
+    engine = Engine(models.build(config.model, Slicing()), Topology(), config)
+    tokens = torch.randint(0, 260, (1, 64))
+    engine.step({"tokens": tokens, "labels": tokens})
+    return engine
+
+
+def step(engine: Engine, rule: Any) -> float:
+    """Seconds of an update of all buckets, until everything is on the drive."""
+    one = torch.ones((), dtype=torch.float64)
+    gradients = [Gradient(bucket.grad, one) for bucket in engine.layout.buckets]
+    engine.optimizer.rule = rule
+    tier = engine.layout.policy.optimizer_tier
+    began = time.perf_counter()
+    engine.optimizer._update_all(gradients, Moment(one * 1e-4, one * 10, one, one * 0))
+    if isinstance(tier, Drive):
+        tier.settle()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Measures the three in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="a folder on the drive")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--bucket-mib", type=float, default=64.0)
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    swapped, resident = engine_of(args, "nvme"), engine_of(args, "cpu")
+    rule = swapped.optimizer.rule
+    ways = {"pipelined": (swapped, rule), "io": (swapped, Nothing()), "compute": (resident, rule)}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(args.rounds):
+        for name, (engine, way) in ways.items():
+            times[name].append(step(engine, way))
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    ratios = [max(io, compute) / both for both, io, compute in zip(*times.values(), strict=True)]
+    moved = swapped.layout.parameters * (16 + 12)  # gradient, weight and two moments read; all but the gradient written
+    print(json.dumps({
+        "parameters": swapped.layout.parameters, "rounds": args.rounds, "threads": args.threads, "seconds": medians,
+        "range": {name: [min(found), max(found)] for name, found in times.items()}, "gb_s": moved / medians["io"] / 1e9,
+        "overlap": statistics.median(ratios), "overlap_range": [min(ratios), max(ratios)],
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
