@@ -91,7 +91,8 @@ def config_of(case: Case) -> Config:
             "partition": case.partition,
         },
         "zero": {
-            "stage": case.zero, "bucket_mib": case.bucket_mib, "shard_size": case.shard, "prefetch": case.prefetch, "tile": case.tile,
+            "stage": case.zero, "bucket_mib": case.bucket_mib, "shard_size": case.shard, "prefetch": case.prefetch,
+            "tile": case.tile,
             "offload_optimizer": case.offload_optimizer, "offload_params": case.offload_params,
             "nvme_path": tempfile.gettempdir() if "nvme" in places else None,
             "resident": 0,  # slice everything: the default keeps parameters as small as these whole

@@ -24,7 +24,6 @@ from threed.memory.tiers import Drive, Loan
 from threed.topology import Axis
 from threed.zero.layout import Bucket, Group, Layout, Slot
 
-
 TILE = -3  # who holds a tile: the layer it belongs to; units and wrapped modules have numbers of their own
 
 
