@@ -11,8 +11,8 @@ from threed.config import ConfigError
 @pytest.mark.parametrize(
     ("group", "changes", "named"),
     [
-        ("zero", {"offload_params": "cpu"}, "--zero.offload-params cpu"),
-        ("recompute", {"mode": "full"}, "--recompute.mode full"),
+        ("parallel", {"cp": 2}, "--parallel.cp 2"),
+        ("checkpoint", {"async_": True}, "--checkpoint.async true"),
         ("precision", {"dtype": "fp8"}, "--precision.dtype fp8"),
     ],
 )

@@ -47,8 +47,10 @@ REFUSALS = (
 
 
 def find_refusals(config: Config) -> list[str]:
-    """The features of this configuration that are not there yet, each with what is."""
-    return [problem for refusal in REFUSALS if (problem := refusal.find(config))]
+    """What an engine refuses: the features that are not there yet, each with what is, and keys of memory that would do
+    nothing."""
+    missing = [problem for refusal in REFUSALS if (problem := refusal.find(config))]
+    return [*missing, *_check_offload(config), *_check_recompute(config)]
 
 
 def find_problems(
@@ -66,8 +68,6 @@ def find_problems(
         _check_arch,
         _check_layers,
         _check_sequence,
-        check_recompute,
-        _check_offload,
         _check_run,
         _check_export,
     ):
@@ -226,7 +226,7 @@ def _check_sequence(config: Config) -> Iterator[str]:
         )
 
 
-def check_recompute(config: Config) -> Iterator[str]:
+def _check_recompute(config: Config) -> Iterator[str]:
     """Keys of recompute that would do nothing, or cannot be done, beside the others."""
     r, tp = config.recompute, config.parallel.tp
     if r.mode == "none" and r.every > 1:

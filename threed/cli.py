@@ -14,6 +14,8 @@ import argparse
 import json
 import platform
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -71,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default=None, help="format of the weights")
     sub = tool("inspect", "shows versions and devices, or what is in a checkpoint, all hashes verified", _inspect)
     sub.add_argument("checkpoint", type=Path, nargs="?")
+    sub.add_argument("--drive", default=tempfile.gettempdir(), help="folder whose drive is timed (default %(default)s)")
     sub = tool("report", "draws a run's figures again from its folder", _report)
     sub.add_argument("folder", type=Path)
     return parser
@@ -113,10 +116,10 @@ def _convert(a: argparse.Namespace) -> None:
 
 
 def _inspect(a: argparse.Namespace) -> None:
-    print(_checkpoint_facts(a.checkpoint) if a.checkpoint else _machine_facts())
+    print(_checkpoint_facts(a.checkpoint) if a.checkpoint else _machine_facts(a.drive))
 
 
-def _machine_facts() -> str:
+def _machine_facts(drive: str) -> str:
     import torch
 
     from threed import native
@@ -134,7 +137,26 @@ def _machine_facts() -> str:
     for name, found in native.status().items():
         found = found.replace("\n", "\n" + " " * 13)
         lines.append(f"{f'kernels {name}':<12} {found}")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"drive        {_drive_facts(drive)}"])
+
+
+def _drive_facts(folder: str, nbytes: int = 2**28) -> str:
+    """How fast offload to a folder would be: some direct writes, and reads of the same."""
+    from threed.memory.io import Disk, SwapError
+    from threed.memory.pool import host_buffer
+
+    try:
+        disk, buffer, rates = Disk(folder, "inspect"), host_buffer(nbytes), []
+        place = disk.reserve(nbytes)
+        for transfer in (disk.write, disk.write, disk.read):  # the first write is of blocks that were never written
+            began = time.perf_counter()
+            transfer(place, buffer).wait()
+            rates.append(nbytes / (time.perf_counter() - began) / 1e9)
+        disk.close()
+    except (SwapError, OSError) as error:
+        return f"{folder}: {error}"
+    how = f"{disk.backend}, {'direct' if disk.direct else 'through the page cache'}"
+    return f"{folder}: {rates[1]:.1f} GB/s written, {rates[2]:.1f} read ({nbytes >> 20} MiB, {how})"
 
 
 def _checkpoint_facts(path: Path) -> str:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from threed import collectives, schedules
-from threed.checks import check_recompute
 from threed.collectives import Pending
 from threed.config import Config, ConfigError
 from threed.layers.recompute import Selective
@@ -219,12 +218,7 @@ def with_recompute(costs: Sequence[float], again: Sequence[int]) -> Sequence[flo
 def build(
     config: Config, layers: Sequence[nn.Module], held: range, slicing: Slicing, topology: Topology
 ) -> Recomputed:  # fmt: skip
-    """What the stage with the layers `held` of the model does; its units are numbered from 0.
-
-    Raises ConfigError for keys that would do nothing.
-    """
-    if problems := list(check_recompute(config)):
-        raise ConfigError(problems)
+    """What the stage with the layers `held` of the model does; its units are numbered from 0."""
     r = config.recompute
     units = frozenset(n - held.start for n in choose(layers, r.every) if n in held)
     if r.mode == "none" or not units:
