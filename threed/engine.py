@@ -191,7 +191,7 @@ class Engine:
                 [f"--zero.stage 3: {', '.join(beside)} refer to parameters that will be slices; use stage 2"]
             )
         self.layout = layout.build(units, tied, topology, setup.policy(config, topology))
-        setup.size_buffers(self.layout, len(setup.rule(config.optim).parts), config.zero.prefetch)
+        setup.size_buffers(self.layout, config, len(setup.rule(config.optim).parts))
         trainable = collectives.exchange(bool(self.layout.buckets), topology.axis("world"))
         if not any(trainable):
             raise ValueError("the model has no parameter to train: all have requires_grad off")

@@ -25,10 +25,12 @@ from threed.planner import (
     regime,
     stage_parameters,
     transformer_costs,
+    update_loans,
 )
 from threed.planner import train_flops_per_token as flops_per_token
 from threed.precision import dtype
 from threed.topology import AXES, coordinates, default_device, grid_sizes, place_label
+from threed.zero.layout import PIECES, SMALLEST
 
 MIB = 2**20
 MOMENTS = {"adamw": 2, "sgd": 1, "lion": 1}  # what an optimizer keeps of each parameter
@@ -221,11 +223,20 @@ def _offload(config: Config, layers: Sequence[LayerCost], data_ranks: int) -> Of
     places = {"none": False, "cpu": on_gpu(), "nvme": True}
     buffers = 0
     if "nvme" in (zero.offload_optimizer, zero.offload_params):
-        bucket = int(zero.bucket_mib * MIB) // _widths(config)[1]
-        sliced = max(layer.sliced(zero.resident) for layer in layers) if zero.stage == 3 else 0
-        parts = MOMENTS.get(config.optim.name, 2)
-        count = drive_buffers(-(-sliced // bucket), parts, zero.prefetch)
-        buffers = count * bucket // shards * max(4, _widths(config)[0])
+        params, optimizer = zero.offload_params == "nvme", zero.offload_optimizer == "nvme"
+        blocks = [layer for layer in layers if zero.tile > 1 and layer.name.startswith("blocks.")]
+        units = [layer for layer in layers if layer not in blocks]
+        sliced = max((layer.sliced(zero.resident) for layer in units), default=0) if zero.stage == 3 else 0
+        tile = max((-(-layer.largest // zero.tile) for layer in blocks), default=0)
+        whole = max(stage_parameters(layers) // PIECES, SMALLEST)
+        bucket = min(int(zero.bucket_mib * MIB) // _widths(config)[1], max(sliced, tile) or whole)
+        loans = update_loans(
+            optimizer, params, narrow=_widths(config)[0] < 4, zero_stage=zero.stage,
+            moments=MOMENTS.get(config.optim.name, 2),
+        )  # fmt: skip
+        gathered = (zero.prefetch + 1) * -(-sliced // bucket) + 2 * -(-tile // bucket)
+        count = drive_buffers(gathered if params else 0, loans)
+        buffers = count * bucket // shards * max(4, *_widths(config))
     return Offload(
         zero.offload_optimizer != "none", zero.offload_params != "none", places[zero.offload_optimizer],
         places[zero.offload_params], buffers, zero.tile,

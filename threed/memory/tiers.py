@@ -142,12 +142,12 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Drive:
-    """Homes in a swap file, and buffers of `nbytes` for what is on its way. Call it for a home, as a tier.
+    """Homes in a swap file, and `count` buffers of `nbytes` for what is on its way. Call it for a home, as a tier.
 
-    count: how many buffers there will be; it may be raised until the first one is lent.
+    Size and number may be set until the first buffer is lent.
     """
 
-    def __init__(self, disk: Disk, nbytes: int, count: int = 1) -> None:
+    def __init__(self, disk: Disk, nbytes: int = 0, count: int = 1) -> None:
         self.disk, self.nbytes, self.count = disk, nbytes, count
         self._pool: Pool | None = None
         self._lent = 0

@@ -22,7 +22,7 @@ from threed.planner.costs import (
     transformer_costs,
 )
 from threed.planner.gathering import Gathering, gathering
-from threed.planner.memory import Offload, drive_buffers, optimizer_bytes, rank_bytes, regime
+from threed.planner.memory import Offload, drive_buffers, optimizer_bytes, rank_bytes, regime, update_loans
 from threed.planner.partition import balanced, explicit, uniform
 
 __all__ = [
@@ -48,4 +48,5 @@ __all__ = [
     "train_flops_per_token",
     "transformer_costs",
     "uniform",
+    "update_loans",
 ]

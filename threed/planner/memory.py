@@ -145,15 +145,23 @@ def _gathered(layers: Sequence[LayerCost], prefetch: int, resident: int, tile: i
     return max(whole, 2 * -(-max((layer.largest for layer in layers if layer not in rest), default=0) // tile))
 
 
-def drive_buffers(slices: int, parts: int, prefetch: int) -> int:
+def drive_buffers(gathered: int, loans: int) -> int:
     """How many buffers of a slice's size pass between memory and a drive; that does not grow with the layers.
 
-    slices: buckets of the largest unit. parts: what the optimizer keeps beside the weights. In a step's forward and
-    backward these are the slices of the units gathered ahead, and gradients on their way; in its update what an update
-    needs of the bucket that comes, of the one at work, and of the one that goes.
+    gathered: slices of parameters that come from the drive at once. loans: see `update_loans`. In a step's forward and
+    backward there are those, and gradients on their way; in its update what the bucket that comes needs, the one at
+    work, and the one that goes.
     """
-    passing = (prefetch + 1) * slices + BUCKETS_IN_FLIGHT + 2
-    return max(passing, 3 * (parts + 3))
+    return max(gathered + BUCKETS_IN_FLIGHT + 2, 3 * loans)
+
+
+def update_loans(optimizer: bool, params: bool, *, narrow: bool, zero_stage: int, moments: int) -> int:
+    """What an update takes from a drive for one bucket, when the optimizer's state, or parameters, are there.
+
+    narrow: parameters have masters beside them.
+    """
+    weights = optimizer + params if narrow else max(optimizer, params)
+    return weights + optimizer * (moments + (zero_stage >= 2))
 
 
 def _bucket_bytes(stage: int, bucket: int, gradients: int) -> int:

@@ -15,13 +15,11 @@ from threed.ops.adam import Adam
 from threed.ops.lion import Lion
 from threed.ops.sgd import SGD
 from threed.ops.update import Rule
-from threed.planner.memory import drive_buffers
+from threed.planner.memory import drive_buffers, update_loans
 from threed.precision import LossScale, dtype
 from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
-from threed.zero.layout import ALIGN, HasModules, Layout, Policy, Rates
-
-PAGE = 4096
+from threed.zero.layout import HasModules, Layout, Policy, Rates
 
 
 def shard_axes(config: Config, topology: Topology) -> tuple[str, str, str]:
@@ -41,34 +39,42 @@ def policy(config: Config, topology: Topology) -> Policy:
     """How parameters are laid out."""
     alone = Axis("dp", (topology.rank,), 0, None, topology.traffic)
     shard, replicas, _ = (topology.axis(name) if name else alone for name in shard_axes(config, topology))
-    bucket_bytes, grad_dtype = int(config.zero.bucket_mib * 2**20), dtype(config.precision.grad_dtype or "fp32")
-    largest = max(bucket_bytes // grad_dtype.itemsize // shard.size, ALIGN)  # elements of a slice
-    params, optimizer = _tiers(config, topology.rank, largest * (8 if config.precision.dtype == "fp64" else 4))
+    params, optimizer = _tiers(config)
     return Policy(
-        stage=config.zero.stage, shard=shard, replicas=replicas, bucket_bytes=bucket_bytes, grad_dtype=grad_dtype,
-        param_dtype=dtype(config.precision.dtype), resident=config.zero.resident, rates=rates(config.optim),
-        arena=config.recompute.arena, params_tier=params, optimizer_tier=optimizer,
+        stage=config.zero.stage, shard=shard, replicas=replicas, bucket_bytes=int(config.zero.bucket_mib * 2**20),
+        param_dtype=dtype(config.precision.dtype), grad_dtype=dtype(config.precision.grad_dtype or "fp32"),
+        resident=config.zero.resident, rates=rates(config.optim), arena=config.recompute.arena,
+        params_tier=params, optimizer_tier=optimizer,
     )  # fmt: skip
 
 
-def _tiers(config: Config, rank: int, nbytes: int) -> tuple[Tier | None, Tier | None]:
-    """Where parameters and the optimizer's state live, when not on the device; nbytes: of the largest slice."""
+def _tiers(config: Config) -> tuple[Tier | None, Tier | None]:
+    """Where parameters and the optimizer's state live, when not on the device."""
     zero = config.zero
     places: dict[str, Tier | None] = {"none": None, "cpu": memory_tier(torch.device("cpu"))}
     if "nvme" in (zero.offload_params, zero.offload_optimizer):
-        places["nvme"] = Drive(Disk(str(zero.nvme_path), f"zero-rank{rank}"), -(-nbytes // PAGE) * PAGE)
+        places["nvme"] = Drive(Disk(str(zero.nvme_path), "zero"))
     return places[zero.offload_params], places[zero.offload_optimizer]
 
 
-def size_buffers(layout: Layout, parts: int, prefetch: int) -> None:
-    """Tells the drive, if there is one, how many buffers will be in use at once. parts: of the optimizer's rule."""
-    drives = {tier for tier in (layout.policy.params_tier, layout.policy.optimizer_tier) if isinstance(tier, Drive)}
+def size_buffers(layout: Layout, config: Config, moments: int) -> None:
+    """Tells the drive, if there is one, how many buffers of which size will be in use at once."""
+    zero, policy = config.zero, layout.policy
+    drives = {tier for tier in (policy.params_tier, policy.optimizer_tier) if isinstance(tier, Drive)}
     slices: Counter[int] = Counter()
     for group in layout.groups:
-        for unit in group.kind.units or ():
+        for unit in (group.kind.units or ()) if group.kind.tile is None else ():
             slices[unit] += len(group.buckets)
+    tiles = max((len(group.buckets) for group in layout.groups if group.kind.tile), default=0)
+    gathered = (zero.prefetch + 1) * max(slices.values(), default=0) + 2 * tiles
+    width = max(policy.param_dtype.itemsize, policy.grad_dtype.itemsize, 4)
+    loans = update_loans(
+        zero.offload_optimizer == "nvme", zero.offload_params == "nvme", narrow=policy.param_dtype.itemsize < 4,
+        zero_stage=policy.stage, moments=moments,
+    )  # fmt: skip
     for drive in drives:
-        drive.count = drive_buffers(max(slices.values(), default=0), parts, prefetch)
+        drive.count = drive_buffers(gathered if drive is policy.params_tier else 0, loans)
+        drive.nbytes = max(bucket.share for group in layout.groups for bucket in group.buckets) * width
 
 
 def rates(optim: OptimConfig) -> Callable[[ShardSpec], Rates]:

@@ -1,0 +1,53 @@
+"""A program written for DeepSpeed: a Llama of `transformers`, whose state lives where a ds_config.json says.
+
+python examples/deepspeed_offload.py
+torchrun --standalone --nproc-per-node 2 examples/deepspeed_offload.py examples/ds_offload.json
+
+That file offloads parameters and optimizer states to a drive (runs/swap; name a folder on your NVMe). Write "cpu" or
+"none" for a device, and the losses stay the same. The model is built on the meta device: what the drive holds has never
+been in memory as a whole. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import threed
+from threed import collectives
+from threed.data import open_data
+
+STEPS, SEQ = 20, 128
+
+
+def build_model(vocab: int) -> LlamaForCausalLM:
+    """Shapes and no values: those are made slice by slice."""
+    shapes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+    rest = {"max_position_embeddings": SEQ, "use_cache": False, "bos_token_id": None, "eos_token_id": None}
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(vocab_size=vocab, **shapes, **rest))
+
+
+def train(config: str | Path, steps: int = STEPS) -> list[float]:
+    """The losses of so many steps."""
+    data = open_data(None, "bytes", 0.05, SEQ, seed=1234)
+    engine, _, _, _ = threed.initialize(model=build_model(data.vocab), config=config)
+    micro, losses = engine.train_micro_batch_size_per_gpu(), []
+    for step in range(steps):
+        first = step * engine.train_batch_size() + engine.global_rank * micro * engine.gradient_accumulation_steps()
+        for number in range(engine.gradient_accumulation_steps()):
+            tokens = data.train.batch(first + number * micro, micro)["tokens"].to(engine.device)
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+        losses.append(engine.metrics.loss)
+        if engine.global_rank == 0:
+            print(f"step {engine.global_steps} loss {losses[-1]:.5f} lr {engine.get_lr()[0]:.2e}", flush=True)
+    return losses
+
+
+if __name__ == "__main__":
+    train(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).with_name("ds_offload.json"))
+    collectives.leave()
