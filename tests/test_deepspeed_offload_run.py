@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import runpy
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +31,7 @@ from tests.test_zero_offload_wrapped import (
     train_step,
 )
 from threed.deepspeed import DeepSpeedEngine
+from threed.ds_config import read
 from threed.memory.io import SwapError
 
 NVME: Place = ("nvme", "nvme")
@@ -117,6 +120,28 @@ def test_a_program_with_everything_in_it() -> None:
     for other_losses, other_weights in others:
         assert other_losses == losses
         assert all(torch.equal(other_weights[name], weights[name]) for name in weights)
+
+
+def example(places: list[Place], folder: str) -> list[list[float]]:
+    """Losses of examples/deepspeed_offload.py, by where its file says that state lives."""
+    os.chdir(folder)  # its folder is relative
+    path = Path(__file__).parents[1] / "examples" / "deepspeed_offload.py"
+    train = runpy.run_path(str(path))["train"]
+    ds = read(path.with_name("ds_offload.json"))
+    losses = []
+    for place in places:
+        for key, device in zip(("offload_optimizer", "offload_param"), place, strict=True):
+            ds["zero_optimization"][key]["device"] = device
+        losses.append(train(ds, steps=3))
+    return losses
+
+
+def test_the_example_trains_the_same_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    alone = run_ranks(1, example, [NVME], str(tmp_path))[0][0]
+    first, *others = run_ranks(2, example, [NVME, HOME, ("cpu", "nvme")], str(tmp_path))[0]
+    assert others == [first, first]
+    assert first == pytest.approx(alone, abs=2e-4)  # bf16
+    assert alone[0] == pytest.approx(5.54, abs=0.02)  # a byte of 260: nothing is learnt yet
 
 
 # -------------------------------------------------------------------------------------------------------------- memory

@@ -5,9 +5,9 @@
     translation.notes                                                      # what has no effect, which defaults apply
 
 Three phases. `section` reads a group of keys and remembers which it was asked for. `keys` lists what has no effect here
-and what is refused. `translate` asks for the rest, group by group; what nobody asked for is a misspelling. `optimizers`
-reads the objects that stand in for keys. No key is ignored in silence, and all problems are raised at once, as
-`threed.config.ConfigError`.
+and what is refused. `translate` asks for the rest, group by group, with `schedulers` and `offload` for theirs; what
+nobody asked for is a misspelling. `optimizers` reads the objects that stand in for keys. No key is ignored in silence,
+and all problems are raised at once, as `threed.config.ConfigError`.
 
 Names, defaults and formulas are those of DeepSpeed 0.19.8 (deepspeed/runtime/config.py, constants.py,
 precision_config.py, zero/config.py, lr_schedules.py).

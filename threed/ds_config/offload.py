@@ -1,7 +1,7 @@
 """Where state lives, as a ds_config says it: offload_optimizer and offload_param, their old switches, and aio.
 
-places = find_places(zero, stage)          # of threed's zero group: offload_optimizer, offload_params, nvme_path
-settle_aio(top, places)
+values = find_places(zero, stage)          # of threed's zero group: offload_optimizer, offload_params, nvme_path
+settle_aio(top, "nvme_path" in values)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_NVME = "nothing is offloaded to NVMe"
 
 
 def find_places(zero: Section, stage: int) -> dict[str, str]:
-    """Where optimizer states and parameters live; nvme_path where one of them lives there."""
+    """Where optimizer states and parameters live, and nvme_path if one of them lives on a drive."""
     optimizer, optimizer_path = _find_place(zero, "offload_optimizer", keys.OFFLOAD_OPTIMIZER)
     params, params_path = _find_place(zero, "offload_param", keys.OFFLOAD_PARAM)
     if optimizer != "none" and stage == 0:
@@ -44,20 +44,27 @@ def _find_place(zero: Section, key: str, table: keys.Table) -> tuple[str, str | 
         if zero.switch(name, False):
             if section.values:
                 zero.problem(name, f"is the old form of {key}, which is there too: leave it out")
-            device = "cpu"
             zero.note(name, f'the old form of "{key}": {{"device": "cpu"}}')
-    path = section.folder("nvme_path") if device == "nvme" else None
-    if device == "nvme" and path is None and section.values.get("nvme_path") is None:
-        section.problem("nvme_path", "not given: write a folder on a fast local drive")
-    section.ignore("nvme_path", NO_NVME) if device != "nvme" else None
+            device = "cpu"
+    path = None
+    if device == "nvme":
+        path = _find_folder(section)
+    else:
+        section.ignore("nvme_path", NO_NVME)
     keys.settle(section, keys.nothing(table, "nothing is offloaded") if device == "none" else table)
     section.close()
     return device, path
 
 
-def settle_aio(top: Section, places: dict[str, str]) -> None:
-    """Names what of aio is there."""
-    if "nvme" not in places.values():
+def _find_folder(section: Section) -> str | None:
+    if not section.given("nvme_path"):
+        section.problem("nvme_path", "not given: write a folder on a fast local drive")
+    return section.folder("nvme_path")
+
+
+def settle_aio(top: Section, to_nvme: bool) -> None:
+    """Names what of aio is there. to_nvme: whether anything goes to a drive."""
+    if not to_nvme:
         top.ignore("aio", NO_NVME)
         return
     section = top.section("aio")

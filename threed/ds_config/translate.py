@@ -78,7 +78,7 @@ def translate(
     rate = learning_rate(scheduler, optim["lr"])
     optim["groups"] = _groups(scheduler, groups, rate, optim["weight_decay"])
     drop_last = top.switch("dataloader_drop_last", False)
-    settle_aio(top, zero)
+    settle_aio(top, "nvme_path" in zero)
     for name, table in (
         ("checkpoint", keys.CHECKPOINT), ("compile", keys.COMPILE), ("tensor_parallel", keys.TENSOR_PARALLEL),
         ("activation_checkpointing", keys.ACTIVATION_CHECKPOINTING),
