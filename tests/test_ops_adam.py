@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import signal
@@ -309,17 +310,34 @@ def test_it_runs_under_fake_tensors() -> None:
 
 @needs_native
 @pytest.mark.usefixtures("threads")
-def test_a_forked_child_updates_too() -> None:
-    """Threads are made for the call: a fork loses none that the next update waits for."""
-    tensors, g = new(MANY), normal(MANY, torch.float32, 1)
+def test_a_forked_child_has_threads_too() -> None:
+    """The helpers of the parent are not in the child: it makes its own, and gets the same bits."""
     torch.set_num_threads(2)
-    call(tensors, g, moment())
+    g, want = normal(MANY, torch.float32, 1), new(MANY)
+    call(want, g, moment())
+    tensors = new(MANY)
     child = os.fork()
     if child == 0:
         signal.alarm(20)  # ends it, should it hang
-        call(tensors, g, moment(2))
-        os._exit(0)
+        call(tensors, g, moment())
+        threads = len(os.listdir("/proc/self/task"))
+        os._exit(0 if threads == 2 and all(same_bits(a, b) for a, b in zip(tensors, want, strict=True)) else 1)
     assert os.waitpid(child, 0)[1] == 0
+    call(tensors, g, moment())
+    assert all(same_bits(a, b) for a, b in zip(tensors, want, strict=True))
+
+
+@needs_native
+@pytest.mark.usefixtures("threads")
+def test_calls_from_several_threads_at_once() -> None:
+    """Helpers serve one call; the others go on without, and all give the same bits."""
+    torch.set_num_threads(3)
+    g, want = normal(MANY, torch.float32, 1), new(MANY)
+    call(want, g, moment())
+    results = [new(MANY) for _ in range(8)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda tensors: call(tensors, g, moment()), results))
+    assert all(same_bits(a, b) for tensors in results for a, b in zip(tensors, want, strict=True))
 
 
 def test_without_the_library_torchs_kernel_runs() -> None:

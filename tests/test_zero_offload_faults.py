@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from checkpoints import distance, state_of
 from checkpoints import train as steps
 from configs import Case, config_of, engine_of
 from harness import run_ranks
+from threed.checkpoint import native
+from threed.checkpoint.files import CheckpointError
 from threed.config import Config
 from threed.engine import Engine
 from threed.memory.io import SwapError
@@ -137,3 +141,92 @@ def moments_survive(folder: Path) -> None:
 
 def test_a_skipped_step_writes_nothing(tmp_path: Path) -> None:
     run_ranks(1, moments_survive, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ found by a review
+
+
+def lent(engine: Engine) -> int:
+    return drive_of(engine)._lent - len(drive_of(engine)._writing)
+
+
+def fail_to_save(folder: Path) -> None:
+    """A full disk under the checkpoint, many times over, and wrong weights: every buffer comes back."""
+    engine = engine_of(
+        config_in(folder / "swap", Case(zero=3, layers=2, offload_optimizer="nvme", offload_params="nvme"))
+    )
+    steps(engine, 1)
+    before = state_of(engine)
+    weights = {**engine.full_state_dict(), "head.norm.weight": torch.zeros(3)}
+    inner = native.stream_tensors
+
+    def fails(path: Path, about: object, tensors: Iterator[torch.Tensor]) -> str:
+        next(tensors)
+        raise OSError(28, "No space left on device")
+
+    native.stream_tensors = fails  # type: ignore[assignment]
+    for number in range(8):
+        with pytest.raises(CheckpointError, match="rank 0 could not write"):
+            engine.save(folder / f"{number}")
+        with pytest.raises(ValueError, match=r"head\.norm\.weight"):
+            engine.load_full_state_dict(weights)
+    native.stream_tensors = inner
+    assert lent(engine) == 0
+    assert distance(state_of(engine), before) == 0.0
+    steps(engine, 1)
+
+
+def test_a_failed_save_gives_every_buffer_back(tmp_path: Path) -> None:
+    run_ranks(1, fail_to_save, tmp_path)
+
+
+def break_an_update(folder: Path, delayed: bool) -> str:
+    case = Case(zero=2, layers=2, offload_optimizer="cpu" if delayed else "nvme", dtype="fp32", bucket_mib=0.01)
+    config = config_of(case)
+    config = config.model_copy(update={"zero": config.zero.model_copy(update={"delayed_update": delayed})})
+    engine = engine_of(config)
+    steps(engine, 2)
+    engine.save(folder / "good")
+    before = state_of(engine)
+    inner, calls = type(engine.optimizer.rule).update, 0
+
+    def update(*args: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise OSError(5, "Input/output error")
+        inner(*args)  # type: ignore[arg-type]
+
+    type(engine.optimizer.rule).update = update  # type: ignore[method-assign, assignment]
+    with pytest.raises(OSError, match="Input/output"):
+        steps(engine, 2)
+    type(engine.optimizer.rule).update = inner  # type: ignore[method-assign]
+    messages = []
+    for attempt in (lambda: engine.save(folder / "bad"), engine.full_state_dict, lambda: steps(engine, 1)):
+        with pytest.raises((RuntimeError, OSError)) as caught:
+            attempt()
+        messages.append(str(caught.value))
+    assert not (folder / "bad").exists()
+    engine.load(folder / "good")
+    assert distance(state_of(engine), before) == 0.0
+    steps(engine, 1)
+    return messages[0]
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_an_update_that_breaks_off_is_neither_saved_nor_trained_on(tmp_path: Path, delayed: bool) -> None:
+    run_ranks(1, break_an_update, tmp_path, delayed)
+
+
+def make_many(folder: Path) -> None:
+    for _ in range(6):
+        engine = engine_of(config_in(folder, Case(zero=3, layers=2, offload_optimizer="nvme", offload_params="nvme")))
+        steps(engine, 1)
+        del engine
+        gc.collect()
+    files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert sum(str(folder) in file for file in files) <= 1  # the last one's, at most
+
+
+def test_engines_that_are_dropped_leave_no_file_open(tmp_path: Path) -> None:
+    run_ranks(1, make_many, tmp_path)

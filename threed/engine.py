@@ -221,7 +221,8 @@ class Engine:
     def _check_same_configuration(self) -> None:
         """Makes sure that all ranks mean the same run, before they meet in anything that depends on it: a rank that
         makes other groups or sends other shapes hangs gloo, or aborts the process without a word."""
-        fingerprint = hashlib.sha256(self.config.model_dump_json().encode()).hexdigest()
+        text = self.config.model_dump_json(exclude={"zero": {"nvme_path"}})  # each machine has drives of its own
+        fingerprint = hashlib.sha256(text.encode()).hexdigest()
         everyone = collectives.exchange(fingerprint, self.topology.axis("world"))
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
@@ -370,17 +371,17 @@ class Engine:
 
     def load_full_state_dict(self, weights: Mapping[str, Tensor]) -> None:
         """Takes weights from full tensors by global name, which every rank must pass; moments stay as they are."""
-        mine = {r.piece.name for r in records.records(self.optimizer, (records.WEIGHT,))}
+        mine = {r.piece.name: r.piece.shape for r in records.records(self.optimizer, (records.WEIGHT,))}
         everyone = collectives.exchange(sorted(mine), self.topology.axis("world"))
         names = {name for rank in everyone for name in rank}
         for what, wrong in (("are missing", names - set(weights)), ("the model does not have", set(weights) - names)):
             if wrong:
                 raise KeyError(f"weights {what}: {', '.join(sorted(wrong)[:10])}")
+        for name, shape in mine.items():  # before anything is overwritten
+            if tuple(weights[name].shape) != shape:
+                raise ValueError(f"{name}: shape {tuple(weights[name].shape)}, the model has {shape}")
 
         def source(part: str, piece: Piece, box: Box) -> Tensor:
-            full = weights[piece.name]
-            if tuple(full.shape) != piece.shape:
-                raise ValueError(f"{piece.name}: shape {tuple(full.shape)}, the model has {piece.shape}")
-            return full[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
+            return weights[piece.name][tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
 
         records.fill(self.optimizer, source, (records.WEIGHT,))

@@ -28,6 +28,7 @@ from threed.data import find_problems as find_data_problems
 from threed.engine import Engine
 from threed.forecast import Forecast, checkpoint_bytes
 from threed.layers import Slicing
+from threed.memory.io import SwapError
 from threed.monitor import process
 from threed.topology import Topology
 from threed.trainer import Trainer, candidates
@@ -58,6 +59,9 @@ def main(
         code = 0
     except CheckpointError as error:  # the same on every rank
         code = _refuse([str(error)], local)
+    except SwapError as error:  # this rank's drive alone, perhaps: it speaks for itself, and the others end with it
+        print(format_problems([str(error)]), file=sys.stderr, flush=True)
+        code = 2
     collectives.leave(code)
     return code
 
@@ -125,13 +129,29 @@ def _checked(config: Config, data: Data, world: int) -> Config:
         raise ConfigError([str(error)]) from None
     folder = Path(config.run.dir or "runs")
     problems = [*_disk_problems(folder, forecast), *_resume_problems(folder, config), *_device_problems(config)]
+    problems += _drive_problems(config.zero.nvme_path)
     if problems:
         raise ConfigError(problems)
     return config
 
 
+def _drive_problems(folder: str | None) -> list[str]:
+    """Whether a folder for what is offloaded can be there; whether it has the space is found when that is reserved."""
+    if folder is None:
+        return []
+    there = _existing(Path(folder))
+    if there.is_dir() and os.access(there, os.W_OK):
+        return []
+    return [f"--zero.nvme-path {folder} cannot be made in {there}: name a folder that this user can write to"]
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
 def _disk_problems(folder: Path, forecast: Forecast) -> list[str]:
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    there = _existing(folder)
     if not there.is_dir() or not os.access(there, os.W_OK):
         return [f"the run folder {folder} cannot be made in {there}: choose another with --run.dir"]
     try:

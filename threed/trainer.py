@@ -131,7 +131,7 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self.topology.device)
             return 0
         process.reset_peak_rss()
-        return process.peak_rss_bytes() - sum(group.nbytes for group in self.engine.layout.groups)
+        return process.peak_rss_bytes() - self.engine.layout.nbytes
 
     def _greet(self) -> None:
         """Says what is about to happen, and keeps the configuration."""

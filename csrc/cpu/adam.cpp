@@ -1,12 +1,13 @@
 // AdamW (arXiv 1711.05101) on flat arrays in one pass: reads gradients of any format, applies the clip scale, updates
 // p, m and v (fp32 or fp64), and may write a narrow copy of the new p.
 //
-// The kernel (adam_kernel.h) is compiled for AVX-512, for AVX2 and for the plain architecture; cpuid picks. Threads are
-// made for the call and joined in it: nothing stays behind that a fork could lose.
+// The kernel (adam_kernel.h) is compiled for AVX-512, for AVX2 and for the plain architecture; cpuid picks. Which thread
+// does which part changes no result.
 
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cmath>
 
@@ -35,9 +36,9 @@
 namespace {
 
 // Numbers: of a block (a kilobyte or two of each array: 256 and 512 measured best); from where on `out` would not stay in
-// a cache anyway; that a thread must have to be worth starting; at whose multiples parts begin.
+// a cache anyway; that a thread must have to be worth waking; of a part that one takes; at whose multiples parts begin.
 constexpr int BLOCK = 512;
-constexpr int64_t STREAM_FROM = 1 << 20, THREAD_FROM = 1 << 17, GRAIN = 1024;
+constexpr int64_t STREAM_FROM = 1 << 20, THREAD_FROM = 1 << 17, PART = 1 << 18, GRAIN = 1024;
 constexpr int MOST_THREADS = 256;
 
 struct Call {
@@ -117,35 +118,85 @@ const Path* find_path(const char* name) {
   return nullptr;
 }
 
-struct Part {
-  const Call* call;
+// One call's work: whoever takes part takes parts, so nobody waits for a thread that comes late.
+struct Job {
+  const Call& call;
   Kernel kernel;
-  int64_t first, n;
+  int64_t size;  // of a part
+  std::atomic<int64_t> next{0};
+
+  void work() {
+    for (int64_t first; (first = next.fetch_add(size)) < call.n;)
+      kernel(call, first, std::min(size, call.n - first));
+  }
 };
 
-void* work(void* argument) {
-  const Part* part = static_cast<const Part*>(argument);
-  part->kernel(*part->call, part->first, part->n);
-  return nullptr;
+// Helpers sleep between calls: a thread made for a call begins a millisecond late, and often on its maker's processor.
+// They serve one call at a time; another one in the meantime runs without. A forked child makes its own.
+pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+pthread_cond_t wake = PTHREAD_COND_INITIALIZER, idle = PTHREAD_COND_INITIALIZER;
+Job* job;          // that of the call being served
+int openings;      // helpers that it still takes
+int active, made;  // helpers at work on it, and in all
+
+void* help(void*) {
+  pthread_mutex_lock(&mutex);
+  for (;;) {
+    while (!openings) pthread_cond_wait(&wake, &mutex);
+    openings--;
+    active++;
+    Job* mine = job;
+    pthread_mutex_unlock(&mutex);
+    mine->work();
+    pthread_mutex_lock(&mutex);
+    if (--active == 0) pthread_cond_signal(&idle);
+  }
 }
 
-// Cuts [0, n) into one part a thread; a thread that cannot be had leaves its part to this one.
-void run_parts(const Call& call, Kernel kernel, int threads) {
-  const int64_t useful = std::max<int64_t>(1, call.n / THREAD_FROM);
-  const int count = int(std::min<int64_t>({useful, std::max(threads, 1), MOST_THREADS}));
-  const int64_t size = (call.n / count + GRAIN - 1) / GRAIN * GRAIN;
-  Part parts[MOST_THREADS];
-  pthread_t ids[MOST_THREADS];
-  bool made[MOST_THREADS];
-  for (int t = 0; t < count; t++) {
-    const int64_t first = std::min(call.n, t * size);
-    parts[t] = {&call, kernel, first, (t == count - 1 ? call.n : std::min(call.n, first + size)) - first};
-    made[t] = t > 0 && pthread_create(&ids[t], nullptr, work, &parts[t]) == 0;
+bool make_helper() {
+  pthread_t id;
+  return pthread_create(&id, nullptr, help, nullptr) == 0 && pthread_detach(id) == 0;
+}
+
+// Whether helpers were called: not while they serve another call.
+bool call_helpers(Job& mine, int count) {
+  pthread_mutex_lock(&mutex);
+  const bool here = !job;
+  if (here) {
+    while (made < count && make_helper()) made++;
+    job = &mine;
+    openings = std::min(count, made);
+    pthread_cond_broadcast(&wake);
   }
-  for (int t = 0; t < count; t++)
-    if (!made[t]) work(&parts[t]);
-  for (int t = 0; t < count; t++)
-    if (made[t]) pthread_join(ids[t], nullptr);
+  pthread_mutex_unlock(&mutex);
+  return here;
+}
+
+void dismiss_helpers() {
+  pthread_mutex_lock(&mutex);
+  openings = 0;
+  while (active) pthread_cond_wait(&idle, &mutex);
+  job = nullptr;
+  pthread_mutex_unlock(&mutex);
+}
+
+void forget_helpers() {
+  mutex = PTHREAD_MUTEX_INITIALIZER;
+  wake = idle = PTHREAD_COND_INITIALIZER;
+  job = nullptr;
+  openings = active = made = 0;
+}
+
+const int at_fork = pthread_atfork(nullptr, nullptr, forget_helpers);  // at loading
+
+void run_parts(const Call& call, Kernel kernel, int threads) {
+  const int64_t useful = std::min<int64_t>({call.n / THREAD_FROM, threads, MOST_THREADS});
+  if (useful < 2 || at_fork) return kernel(call, 0, call.n);
+  const int64_t share = call.n / useful / 4;
+  Job mine{call, kernel, std::clamp<int64_t>(share / GRAIN * GRAIN, GRAIN, PART)};
+  const bool helped = call_helpers(mine, int(useful) - 1);
+  mine.work();
+  if (helped) dismiss_helpers();
 }
 
 }  // namespace

@@ -50,6 +50,7 @@ Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a box
 def save(path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any]) -> Path:
     """Writes the checkpoint folder `path`, whole or not at all. Collective; CheckpointError on every rank alike."""
     everyone, building = topology.axis("world"), building_place(path)
+    optimizer.settle()  # a run that goes on from here and one that resumes see the same parameters
     mine = [record for record in records(optimizer) if record.owned]
     sizes = collectives.exchange(sum(record.nbytes for record in mine), everyone)
     problem = _prepare(building, path, sum(sizes)) if everyone.index == 0 else None

@@ -149,6 +149,7 @@ class Drive:
 
     def __init__(self, disk: Disk, nbytes: int = 0, count: int = 1) -> None:
         self.disk, self.nbytes, self.count = disk, nbytes, count
+        self.make_room: Callable[[], None] = lambda: None  # asked to end loans when all buffers are in use
         self._pool: Pool | None = None
         self._lent = 0
         self._writing: deque[tuple[Transfer, Tensor]] = deque()
@@ -173,6 +174,8 @@ class Drive:
         self._reap(wait=False)
         while self._lent == self.count and self._writing:
             self._reap(wait=True)
+        if self._lent == self.count:
+            self.make_room()
         buffer = self._pool.take()
         self._lent += 1
         return buffer
@@ -206,10 +209,10 @@ class OnDrive:
         self.writing: Transfer | None = None
 
     def fetch(self) -> _OnTheWay:
-        buffer = self.drive.take()
         if self.writing is not None:  # what is read now must have been written
             self.writing.wait()
             self.writing = None
+        buffer = self.drive.take()
         values = buffer[: self.nbytes].view(self.dtype)
         return _OnTheWay(self, buffer, values, self.drive.disk.read(self.offset, values))
 
@@ -231,12 +234,19 @@ class _OnTheWay:
         return self.values
 
     def store(self) -> None:
-        home, values = self.home, self.wait()
-        if home.writing is not None:  # two writes of one region must not overtake each other
-            home.writing.wait()
-        home.writing = home.drive.disk.write(home.offset, values)
+        home = self.home
+        try:
+            values = self.wait()
+            if home.writing is not None:  # two writes of one region must not overtake each other
+                home.writing.wait()
+            home.writing = home.drive.disk.write(home.offset, values)
+        except BaseException:
+            home.drive.give(self._buffer)
+            raise
         home.drive.give_after(home.writing, self._buffer)
 
     def drop(self) -> None:
-        self.wait()
-        self.home.drive.give(self._buffer)
+        try:
+            self.wait()
+        finally:
+            self.home.drive.give(self._buffer)

@@ -63,6 +63,9 @@ class Gatherer:
         self._coming: dict[Group, list[tuple[Bucket, Loan]]] = {}  # slices on their way, in the order of asking
         self._gathering: dict[Group, list[Pending]] = {}
         self._holders: dict[Group, set[int]] = {}
+        for tier in (layout.policy.params_tier, layout.policy.optimizer_tier):
+            if isinstance(tier, Drive):
+                tier.make_room = self._end_gathers
         self._number = {group: number for number, group in enumerate(layout.groups)}
         self.order = 0  # a hash of which groups were gathered, in which order: all ranks must have the same
         for group in layout.groups:
@@ -152,8 +155,13 @@ class Gatherer:
         """Ends the gathers under way if the drive has not so many buffers left."""
         drive = self.layout.policy.params_tier
         if isinstance(drive, Drive) and drive.room < loans:
-            for group in list(self._gathering):
-                self.wait(group)
+            self._end_gathers()
+
+    def _end_gathers(self) -> None:
+        """Waits for all gathers, also of what nobody has used yet: their slices go back."""
+        self._exchange()
+        for group in list(self._gathering):
+            self.wait(group)
 
     def _exchange(self) -> None:
         """Begins the exchange of every group whose slices were asked for: on all ranks in the same order."""

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from threed.memory.tiers import Home, InMemory, Tier, memory_tier
+from threed.memory.tiers import Drive, Home, InMemory, Tier, memory_tier
 from threed.sharding import Piece, ShardSpec, attach, spec_of
 from threed.topology import Axis, Topology
 
@@ -226,6 +226,13 @@ class Layout:
     def slots(self) -> list[Slot]:
         """Every parameter of the stage, once."""
         return [slot for group in self.groups for slot in group.slots]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that parameters, and the buffers of a drive, take between steps."""
+        tiers = {self.policy.params_tier, self.policy.optimizer_tier}
+        buffers = sum(tier.nbytes * tier.count for tier in tiers if isinstance(tier, Drive))
+        return buffers + sum(group.nbytes for group in self.groups)
 
     @property
     def parameters(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -87,6 +87,7 @@ class Optimizer:
         self.on_host = not (layout.policy.optimizer_tier is None and layout.policy.params_tier is None)
         self.delayed = ThreadPoolExecutor(1, "delayed-update") if delayed else None
         self._under_way: Future[None] | None = None
+        self._broken = False  # whether an update began and did not end
         device = layout.groups[0].params.device if layout.groups else torch.device("cpu")
         self.updates = torch.zeros((), dtype=torch.float64, device=device)  # done so far; a skipped step is none
         self.skips = torch.zeros((), dtype=torch.float64, device=device)
@@ -97,6 +98,7 @@ class Optimizer:
 
         carry: fp64 [k], numbers of this rank (its loss) that are summed over all ranks in the same message.
         """
+        self.finish_delayed()
         found = [gradient.squares for gradient in gradients]
         mine = torch.cat((sum_of_squares(found, self.layout.buckets, carry.device), carry))
         sums = collectives.sum_of_scalars(mine, self.everyone)
@@ -113,12 +115,12 @@ class Optimizer:
         return Update(norm, lr, scale, skip, sums[2:])
 
     def _update_all(self, gradients: Sequence[Gradient], now: Moment) -> None:
+        self.publish_delayed()
         if self.on_host:
             now = Moment(now.lr.cpu(), now.step.cpu(), now.scale.cpu(), now.skip.cpu())
             if bool(now.skip):
                 return
         if self.delayed is not None:
-            self.settle_delayed()
             kept = [Gradient(_copy_to_host(g.home), g.squares) for g in gradients]
             self._under_way = self.delayed.submit(self._update_in_turn, kept, now, False)
         else:
@@ -127,8 +129,10 @@ class Optimizer:
     def _update_in_turn(self, gradients: Sequence[Gradient], now: Moment, publish: bool) -> None:
         # Forward order: the layers that the next forward needs first are updated and gathered first.
         work = zip(reversed(self.states), reversed(gradients), strict=True)
+        self._broken = True
         for state, loans in on_loan((state, {**state.homes, GRADIENT: g.home}) for state, g in work):
             self._update(state, loans, now, publish)
+        self._broken = False
 
     def _update(self, state: State, loans: dict[str, Loan], now: Moment, publish: bool) -> None:
         """One bucket's update; the parameters get the new weights in the same pass where they are at hand."""
@@ -161,36 +165,70 @@ class Optimizer:
     def held(self, state: State, parts: Iterable[str], write: bool = False) -> Iterator[dict[str, Tensor]]:
         """Some parts of a bucket's state, to read, or to write: then what was written is kept, and published."""
         loans = {part: state.homes[part].fetch() for part in parts}
-        yield {part: loan.wait() for part, loan in loans.items()}
+        try:
+            yield {part: loan.wait() for part, loan in loans.items()}
+        except BaseException:
+            drop_all(loans)
+            raise
         if write and WEIGHT in loans:
             self._publish(state, loans[WEIGHT].wait())
         for loan in loans.values():
             loan.store() if write else loan.drop()
 
-    def settle_delayed(self) -> None:
-        """Ends the update that runs beside the step, if there is one, and publishes it."""
+    def finish_delayed(self) -> None:
+        """Waits for the update that runs beside the step, if there is one: then states are whole, parameters late."""
         if self._under_way is not None:
-            under_way, self._under_way = self._under_way, None
-            under_way.result()
+            self._under_way.result()
+        self.check_whole()
+
+    def publish_delayed(self) -> None:
+        """Ends the update that runs beside the step, if there is one: parameters get its weights."""
+        self.finish_delayed()
+        if self._under_way is not None:
             for state in reversed(self.states):
                 with self.held(state, (WEIGHT,), write=True):
                     pass
+            self._under_way = None
+
+    def check_whole(self) -> None:
+        """Raises RuntimeError when an update broke off in the middle."""
+        if self._broken:
+            raise RuntimeError(
+                "an update broke off (see the first error): some weights are a step older than others, and training"
+                " on, or saving, would mix them; load a checkpoint"
+            )
+
+    def discard(self) -> None:
+        """Everything is about to be overwritten: what an update left undone does not matter any more."""
+        if self._under_way is not None:
+            wait((self._under_way,))
+        self._under_way, self._broken = None, False
 
     def settle(self) -> None:
-        """Waits until updates are done, and all parameters that stay whole are."""
-        self.settle_delayed()
+        """Waits until updates are done and in the parameters, and all that stay whole are."""
+        self.publish_delayed()
         self.gatherer.settle()
 
 
 def on_loan(wanted: Iterable[tuple[State, Mapping[str, Home]]]) -> Iterator[tuple[State, dict[str, Loan]]]:
     """What is wanted of each state, one after the other; the next one is on its way meanwhile."""
     coming: deque[tuple[State, dict[str, Loan]]] = deque()
-    for state, homes in wanted:
-        coming.append((state, {part: home.fetch() for part, home in homes.items()}))
-        if len(coming) > AHEAD:
+    try:
+        for state, homes in wanted:
+            coming.append((state, {part: home.fetch() for part, home in homes.items()}))
+            if len(coming) > AHEAD:
+                yield coming.popleft()
+        while coming:
             yield coming.popleft()
-    while coming:
-        yield coming.popleft()
+    finally:  # also where the reader stops early: what was fetched for it goes back
+        for _, loans in coming:
+            drop_all(loans)
+
+
+def drop_all(loans: Mapping[str, Loan]) -> None:
+    """Ends loans that come to nothing."""
+    for loan in loans.values():
+        loan.drop()
 
 
 def _new_state(bucket: Bucket, parts: tuple[str, ...], policy: Policy, delayed: bool) -> State:

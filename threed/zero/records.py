@@ -15,7 +15,7 @@ from torch import Tensor
 
 from threed.sharding import Box, Piece, boxes
 from threed.zero.optimizer import WEIGHT as WEIGHT
-from threed.zero.optimizer import Optimizer, State, on_loan
+from threed.zero.optimizer import Optimizer, State, drop_all, on_loan
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,20 +63,23 @@ def _records_of(state: State, parts: tuple[str, ...] | None) -> Iterator[Record]
 
 def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
     """Records with their values [*box.size], which are views of this rank's state until the next one is asked for."""
-    optimizer.settle()
+    optimizer.finish_delayed()
     by_state = [(state, list(some)) for state, some in groupby(wanted, key=lambda record: record.state)]
     homes = ((state, {r.part: state.homes[r.part] for r in some}) for state, some in by_state)
     for (_, loans), (_, some) in zip(on_loan(homes), by_state, strict=True):
-        for record in some:
-            yield record, record.of(loans[record.part].wait())
-        for loan in loans.values():
-            loan.drop()
+        try:
+            for record in some:
+                yield record, record.of(loans[record.part].wait())
+        finally:
+            drop_all(loans)
 
 
 def fill(
     optimizer: Optimizer, source: Callable[[str, Piece, Box], Tensor], parts: tuple[str, ...] | None = None
 ) -> None:
     """Sets every box this rank holds from `source(part, piece, box)` [*box.size] and makes the parameters whole."""
+    if parts is None:
+        optimizer.discard()
     optimizer.settle()  # a step's gather may still read what is written here
     optimizer.gatherer.release_all()  # and what is whole now would be old
     for state in (*optimizer.states, *optimizer.frozen):

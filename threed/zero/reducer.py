@@ -13,6 +13,7 @@ follows at the end of the step: no gradient is lost, and none is counted twice.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,6 +111,17 @@ class Sink:
             self.reducer.arrived(self.slot)
 
 
+def _taken_by(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
+    """Autograd's hook. Its table is invisible to Python's garbage collector: a strong reference would keep a whole
+    engine, with its drive, for ever."""
+
+    def taken(param: Tensor) -> None:
+        if (alive := sink()) is not None:
+            alive.take(param)
+
+    return taken
+
+
 def too_late(sink: Sink) -> RuntimeError:
     """What is wrong where a gradient comes after its parameter was complete, and may not."""
     return RuntimeError(
@@ -135,7 +147,7 @@ class Reducer:
             for slot in group.slots if group.kind.trainable else ():
                 sink = Sink(self, slot, 1 if dynamic else len(slot.places))
                 slot.param.sink = sink  # type: ignore[attr-defined]
-                slot.param.register_post_accumulate_grad_hook(sink.take)
+                slot.param.register_post_accumulate_grad_hook(_taken_by(weakref.ref(sink)))
                 self._sinks[id(slot)] = sink
         self.sinks = list(self._sinks.values())
         self._slots = [bucket.slots() for bucket in layout.buckets]

@@ -66,7 +66,8 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
         for unit in (group.kind.units or ()) if group.kind.tile is None else ():
             slices[unit] += len(group.buckets)
     tiles = max((len(group.buckets) for group in layout.groups if group.kind.tile), default=0)
-    gathered = (zero.prefetch + 1) * max(slices.values(), default=0) + 2 * tiles
+    ahead = range(zero.prefetch + 1)  # neighbours: an embedding is larger than the blocks behind it
+    gathered = max((sum(slices[unit + n] for n in ahead) for unit in list(slices)), default=0) + 2 * tiles
     width = max(policy.param_dtype.itemsize, policy.grad_dtype.itemsize, 4)
     loans = update_loans(
         zero.offload_optimizer == "nvme", zero.offload_params == "nvme", narrow=policy.param_dtype.itemsize < 4,
@@ -74,7 +75,7 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
     )  # fmt: skip
     for drive in drives:
         drive.count = drive_buffers(gathered if drive is policy.params_tier else 0, loans)
-        drive.nbytes = max(bucket.share for group in layout.groups for bucket in group.buckets) * width
+        drive.nbytes = max((b.share for group in layout.groups for b in group.buckets), default=1) * width
 
 
 def rates(optim: OptimConfig) -> Callable[[ShardSpec], Rates]:
