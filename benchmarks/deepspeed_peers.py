@@ -27,7 +27,8 @@ from benchmarks.suites import OFFLOADS, Offload
 # What its swapping runs best with here; its own defaults overlap nothing: one sub-group, no pipelining.
 SUB_GROUP = 16_000_000  # elements updated at a time: 64 MiB, as threed's buckets
 AIO = {"block_size": 2**20, "queue_depth": 32, "intra_op_parallelism": 1, "overlap_events": True}
-BUFFERS = {"optimizer": 12, "params": 16}  # four of the sub-group that comes and of the one at work, three that go
+BUFFERS = {"optimizer": 12, "params": 32}  # four of the sub-group that comes and of the one at work, three that go
+LIVE = 32_000_000  # parameters gathered at a time; by default all of them would stay in memory
 
 
 class DeepSpeed0(Peer):
@@ -92,6 +93,8 @@ class DeepSpeed0(Peer):
         if o.params == "nvme":
             largest = max(config.vocab, 4 * config.d_model) * config.d_model // self.size
             found["offload_param"] |= {"buffer_count": BUFFERS["params"], "buffer_size": largest, "max_in_cpu": 0}
+            found |= {f"stage3_{name}": LIVE for name in ("max_live_parameters", "max_reuse_distance")}
+            found["stage3_prefetch_bucket_size"] = LIVE // 2
         return found
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
