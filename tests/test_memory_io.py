@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import gc
@@ -266,26 +267,32 @@ def test_a_file_that_ends_too_soon_is_an_error(make: Maker, monkeypatch: pytest.
     disk.write(start, buffer[:BLOCK]).wait()  # the Disk goes on working
 
 
-@pytest.fixture
-def file_limit() -> Iterator[Callable[[int], None]]:
-    """Sets the largest size of a file: a write across it is cut short, one beyond it fails."""
+@contextlib.contextmanager
+def file_limit(nbytes: int) -> Iterator[None]:
+    """For a while, the largest size of a file: a write across it is cut short, one beyond it fails. Only for a while:
+    pytest's own output may go to a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("limit", [0, 3 * BLOCK])
-def test_a_short_write_is_an_error(make: Maker, file_limit: Callable[[int], None], limit: int) -> None:
+def test_a_short_write_is_an_error(make: Maker, limit: int) -> None:
     disk = make()
     offset = disk.reserve(8 * BLOCK)
-    file_limit(limit)
-    error = failing(disk.write(offset, host_buffer(8 * BLOCK)), "rank 0: writing 32768 bytes", disk.path, "ulimit -f")
-    assert error.errno == errno.EFBIG
-    assert failing(disk.write(offset, noise(8 * BLOCK - 1)[1:])).errno == errno.EFBIG
-    with pytest.raises(SwapError, match="cannot reserve 4096 bytes beyond the 32768"):
-        disk.reserve(1)
-    file_limit(limit + 100)  # between blocks
-    failing(disk.write(offset, host_buffer(8 * BLOCK)), "writing 32768 bytes")
+    with file_limit(limit):
+        error = failing(
+            disk.write(offset, host_buffer(8 * BLOCK)), "rank 0: writing 32768 bytes", disk.path, "ulimit -f"
+        )
+        assert error.errno == errno.EFBIG
+        assert failing(disk.write(offset, noise(8 * BLOCK - 1)[1:])).errno == errno.EFBIG
+        with pytest.raises(SwapError, match="cannot reserve 4096 bytes beyond the 32768"):
+            disk.reserve(1)
+    with file_limit(limit + 100):  # between blocks
+        failing(disk.write(offset, host_buffer(8 * BLOCK)), "writing 32768 bytes")
 
 
 def test_a_failure_that_nobody_waited_for_is_told_when_the_disk_closes(make: Maker) -> None:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from threed.native import build
+
 ROOT = Path(__file__).resolve().parents[1]
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -234,3 +236,12 @@ def test_the_wheel_has_the_library_and_its_sources(tmp_path: Path, compiler: boo
     assert re.search(r"-py3-none-(any)?", wheel.name)
     assert wheel.name.endswith("-any.whl") != compiler
     assert ("no compiler" in done.stderr + done.stdout) != compiler
+
+
+@pytest.mark.parametrize("command", ["'g++", "/etc/hostname"])
+def test_a_compiler_that_is_none_is_a_build_error_with_its_variable(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", command)
+    with pytest.raises(build.BuildError, match="CXX"):
+        build.ensure(build.CPU, tmp_path)

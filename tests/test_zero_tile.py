@@ -61,3 +61,15 @@ def test_a_model_that_is_cut_otherwise_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--zero\.tile 4.*leave it out"):
         Engine(module, Topology(), config)
     assert engine_of(config).layout.parameters
+
+
+def count_resident(tile: int) -> int:
+    config = config_of(Case(dp=2, zero=3, layers=2, tile=tile))
+    config = config.model_copy(update={"zero": config.zero.model_copy(update={"resident": 1000})})
+    engine = engine_of(config)
+    return sum(group.numel for group in engine.layout.groups if not group.sliced)
+
+
+def test_tiles_of_a_large_matrix_do_not_stay_whole_for_being_small() -> None:
+    few, many = (run_ranks(2, count_resident, tile)[0] for tile in (1, 8))
+    assert few == many

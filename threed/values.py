@@ -97,7 +97,7 @@ NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number), Takes("X")
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number), Takes("X")]
 Switch = Annotated[bool, BeforeValidator(_boolean), Takes("true|false")]
 Text = Annotated[str, Field(min_length=1), Takes("TEXT")]
-PathText = Annotated[str, Takes("PATH")]
+PathText = Annotated[str, Field(min_length=1), Takes("PATH")]
 Partition = Annotated[
     Literal["balanced", "uniform", "measured"] | tuple[int, ...],
     BeforeValidator(_partition),

@@ -1,8 +1,8 @@
 // AdamW (arXiv 1711.05101) on flat arrays in one pass: reads gradients of any format, applies the clip scale, updates
 // p, m and v (fp32 or fp64), and may write a narrow copy of the new p.
 //
-// The kernel (adam_kernel.h) is compiled for AVX-512, for AVX2 and for the plain architecture; cpuid picks. Which thread
-// does which part changes no result.
+// The kernel (adam_kernel.h) is compiled for AVX-512, AVX2 and the plain architecture; cpuid picks. Which thread does
+// which part changes no result.
 
 #include <pthread.h>
 
@@ -35,8 +35,8 @@
 
 namespace {
 
-// Numbers: of a block (a kilobyte or two of each array: 256 and 512 measured best); from where on `out` would not stay in
-// a cache anyway; that a thread must have to be worth waking; of a part that one takes; at whose multiples parts begin.
+// Numbers: of a block (a kilobyte or two of each array: 256 and 512 measured best); from where on `out` would not stay
+// in a cache anyway; that a thread must have to be worth waking; of a part that one takes; a part is multiples of.
 constexpr int BLOCK = 512;
 constexpr int64_t STREAM_FROM = 1 << 20, THREAD_FROM = 1 << 17, PART = 1 << 18, GRAIN = 1024;
 constexpr int MOST_THREADS = 256;
@@ -216,7 +216,7 @@ int threed_adamw(void* p, void* m, void* v, const void* g, void* out, int64_t n,
   const Path* path = find_path(instructions);
   if (!path) return ENOTSUP;
   if (n < 0 || (state_format != FP32 && state_format != FP64) || grad_format < FP32 || grad_format > FP64 ||
-      out_format < NONE || out_format > FP16 || (out == nullptr) != (out_format == NONE))
+      out_format < NONE || out_format > FP16 || (n > 0 && (out == nullptr) != (out_format == NONE)))
     return EINVAL;
   if (*skip != 0 || n == 0) return 0;
   const Call call{p, m, v, g, out, n, state_format, grad_format, out_format, lr, step, scale, beta1, beta2, eps, decay};

@@ -50,7 +50,7 @@ void run(const Call& c, int64_t first, int64_t n) {
   T *p = static_cast<T*>(c.p) + first, *m = static_cast<T*>(c.m) + first, *v = static_cast<T*>(c.v) + first;
   const G* g = static_cast<const G*>(c.g) + first;
   O* out = c.out ? static_cast<O*>(c.out) + first : nullptr;
-  const bool past_cache = out && c.n >= STREAM_FROM;
+  const bool past_cache = out && c.n >= STREAM_FROM && reinterpret_cast<uintptr_t>(out) % sizeof(O) == 0;
   alignas(64) T wide[BLOCK];
   alignas(64) O ready[BLOCK];
   for (int64_t i = 0, size; i < n; i += size) {

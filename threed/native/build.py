@@ -95,7 +95,10 @@ def cache() -> Path:
 
 def find_compiler(library: Library) -> list[str]:
     """The compiler's command; `Unavailable` without one."""
-    named = shlex.split(os.environ.get(library.variable, ""))
+    try:
+        named = shlex.split(os.environ.get(library.variable, ""))
+    except ValueError as error:
+        raise BuildError(f"{library.variable} is no command: {error}") from error
     for command in [named] if named else [[name] for name in library.compilers]:
         if path := shutil.which(command[0]):
             return [path, *command[1:]]
@@ -126,7 +129,10 @@ def ensure(library: Library, folder: Path | None = None) -> Path:
 
 def _key(library: Library, command: list[str]) -> str:
     """A hash of all that the machine code depends on."""
-    version = subprocess.run([*command, "--version"], capture_output=True, check=False).stdout
+    try:
+        version = subprocess.run([*command, "--version"], capture_output=True, check=False).stdout
+    except OSError as error:
+        raise BuildError(f"{shlex.join(command)} does not run: {error} ({library.variable} names another)") from error
     parts = [platform.machine().encode(), shlex.join((*command[1:], *library.flags)).encode(), version]
     for path in sorted((source_root() / library.name).iterdir()):
         if path.suffix in (library.suffix, ".h", ".cuh"):
@@ -190,8 +196,11 @@ def _load(library: Library) -> tuple[Path, ctypes.CDLL]:
         with contextlib.suppress(OSError):  # built for another system: compile for this one
             return wheel, ctypes.CDLL(str(wheel))
     path = ensure(library)
-    try:
+    with contextlib.suppress(OSError):
         return path, ctypes.CDLL(str(path))
+    try:
+        path.unlink(missing_ok=True)  # damaged: compile it anew
+        return path, ctypes.CDLL(str(ensure(library)))
     except OSError as error:
         raise BuildError(f"{path} does not load: {error}") from error
 

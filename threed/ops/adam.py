@@ -65,7 +65,7 @@ def reference(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: Moment, adam: Ada
 
 
 def adamw_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: Moment, adam: Adam, decay: float) -> None:
-    """The same update by torch's fused kernel: one pass over p, m, v [n] (fp32 or fp64) and g [n] (used up)."""
+    """The same update by torch's fused kernel: one pass over p, m, v [n] (fp32 or fp64) and g [n]."""
     if g.dtype != p.dtype:
         g = g.to(p.dtype)
     scale, lr = None, now.lr
@@ -73,7 +73,7 @@ def adamw_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: Moment, adam: Adam, 
         # The kernel divides by the scale, and reads it (and on CUDA the rate) as fp32, whatever p is.
         scale, lr = now.scale.float().reciprocal(), now.lr.float()
     else:
-        g.mul_(now.scale.to(p.dtype))
+        g = g * now.scale.to(p.dtype)
     torch._fused_adamw_(
         [p], [g], [m], [v], [], [now.step.float()], lr=lr, beta1=adam.beta1, beta2=adam.beta2, weight_decay=decay,
         eps=adam.eps, amsgrad=False, maximize=False, grad_scale=scale, found_inf=now.skip.float(),

@@ -72,7 +72,8 @@ class Policy:
     def slices_parameter(self, param: nn.Parameter) -> bool:
         """Whether a parameter is whole only while it is used (stage 3)."""
         spread = self.shard.size > 1 or self.params_tier is not None
-        return self.stage == 3 and spread and param.numel() >= max(self.resident, 1)
+        whole = param.numel() * spec_of(param).tile[1]  # tiles go as what they are tiles of
+        return self.stage == 3 and spread and whole >= max(self.resident, 1)
 
 
 @dataclass(frozen=True)
