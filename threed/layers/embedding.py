@@ -28,14 +28,16 @@ class _Lookup(torch.autograd.Function):
         local = ids - first
         held = (local >= 0) & (local < table.shape[0])
         local = local.masked_fill(~held, 0)
-        ctx.save_for_backward(local, held, table)
+        ctx.save_for_backward(local, held)
+        ctx.table = table  # the parameter itself has the sink; its values are not read
         if table.shape[0] == 0:
             return table.new_zeros(*ids.shape, table.shape[1])
         return F.embedding(local, table).mul_(held.unsqueeze(-1))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
-        local, held, table = ctx.saved_tensors
+        local, held = ctx.saved_tensors
+        table = ctx.table
         if not ctx.needs_input_grad[1]:
             return None, None, None
         sink = sink_of(table)

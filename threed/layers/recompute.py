@@ -16,7 +16,9 @@ Nothing is saved inside of a named operation; what autograd asks for is rebuilt 
 as it is used. The operation's result is what the next layer saves as its input, so dropping only what is inside would
 save nothing: tensors are known by the storage they lie in, and a result is packed as a promise to rebuild it wherever
 it is saved (Megatron-Core does the same by emptying the output's storage). Weights are saved too, often as transposed
-views; their storage is none of those.
+views; their storage is none of those. A result that was changed in place since, or is seen in another dtype, is nothing
+that could be rebuilt: it is kept as any other tensor. Kept tensors that change before the backward are an error, as
+they are without hooks; autograd itself looks no more once there are hooks.
 
 Names in use: attention (the core: norms of heads, rotary positions, scaled dot product; queries, keys and values are
 kept as projected), activation (of the MLP; its input is kept), norm (its input is kept). Under sequence parallelism a
@@ -84,6 +86,7 @@ class Column(Protocol):
     gather: bool
 
     def __call__(self, x: Tensor) -> Tensor: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 class Recompute:
@@ -101,6 +104,27 @@ class Recompute:
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset in the storage
 
 
+class _Kept:
+    """A tensor that was saved as it is, at some version. That of weights says nothing: ZeRO writes their buffers."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        base = tensor if tensor._base is None else tensor._base
+        self._tensor = tensor.detach()  # counts versions with the original
+        self._version = None if isinstance(base, nn.Parameter) else tensor._version
+
+    def get(self, what: str) -> Tensor:
+        """The tensor; RuntimeError if it is not what it was."""
+        if self._version is not None and self._tensor._version != self._version:
+            raise RuntimeError(
+                f"{what}, {self._tensor.dtype} {list(self._tensor.shape)}, was changed in place after it was saved: it"
+                f" is at version {self._tensor._version}, and was at {self._version}; change a copy instead"
+                " (x = x * 2, not x.mul_(2))"
+            )
+        return self._tensor
+
+
 class _Saved:
     """A tensor that autograd thinks it has saved. It has this; `value` once it is rebuilt, freed with it."""
 
@@ -108,20 +132,20 @@ class _Saved:
 
     def __init__(self, operation: _Operation) -> None:
         self.operation = operation
-        self.value: Tensor | None = None
+        self.value: _Kept | None = None
 
 
-Packed = Tensor | _Saved
+Packed = _Kept | _Saved
 
 
-def unpack(packed: Packed) -> Tensor:
+def unpack(packed: Packed, what: str = "a tensor that the backward needs") -> Tensor:
     """The tensor that was saved."""
-    if isinstance(packed, Tensor):
-        return packed
-    if packed.value is None:
-        packed.operation.rebuild()
-    assert packed.value is not None
-    return packed.value
+    if isinstance(packed, _Saved):
+        if packed.value is None:
+            packed.operation.rebuild()
+        assert packed.value is not None
+        packed = packed.value
+    return packed.get(what)
 
 
 class _Operation:
@@ -132,6 +156,7 @@ class _Operation:
         self._inside: list[weakref.ref[_Saved]] = []  # in the order saved
         self._results: list[tuple[weakref.ref[_Saved], Layout]] = []
         self._draws: Draws | None = None
+        self._made: tuple[int, torch.dtype] | None = None  # the result's version and dtype
 
     def first(self, inputs: Sequence[Tensor]) -> Tensor:
         """The run in the forward."""
@@ -139,7 +164,12 @@ class _Operation:
         with saved_tensors_hooks(self._pack, unpack):
             y = self.f(*inputs)
         self._draws.drawn()
+        self._made = y._version, y.dtype
         return y
+
+    def makes(self, tensor: Tensor) -> bool:
+        """Whether a tensor in the result's storage is a view of what `rebuild` makes."""
+        return self._made == (tensor._version, tensor.dtype) and not (tensor.is_conj() or tensor.is_neg())
 
     def _pack(self, _: Tensor) -> _Saved:
         saved = _Saved(self)
@@ -154,22 +184,23 @@ class _Operation:
 
     def rebuild(self) -> None:
         """The run in the backward: gives everybody who still waits what they wait for."""
-        again: list[Tensor] = []
-        inputs = [unpack(x).detach().requires_grad_(want) for x, want in zip(self.inputs, self.wants, strict=True)]
+        again: list[_Kept] = []
+        what = f"an input of {self.name}, which is to be computed again"
+        inputs = [unpack(x, what).detach().requires_grad_(w) for x, w in zip(self.inputs, self.wants, strict=True)]
         draws = self._draws.again() if self._draws else nullcontext()
-        with torch.enable_grad(), draws, saved_tensors_hooks(lambda t: again.append(t.detach()), _never):
+        with torch.enable_grad(), draws, saved_tensors_hooks(lambda t: again.append(_Kept(t)), _never):
             y = self.f(*inputs).detach()
         if len(again) != len(self._inside):
             raise RuntimeError(
                 f"recompute of {self.name} saved {len(again)} tensors where its forward saved {len(self._inside)}: it"
                 " must be a function of its inputs and weights alone"
             )
-        for ref, tensor in zip(self._inside, again, strict=True):
+        for ref, kept in zip(self._inside, again, strict=True):
             if (saved := ref()) is not None:
-                saved.value = tensor
+                saved.value = kept
         for ref, layout in self._results:
             if (saved := ref()) is not None:
-                saved.value = y.as_strided(*layout)
+                saved.value = _Kept(y.as_strided(*layout))
 
 
 def _layout(tensor: Tensor) -> Layout:
@@ -230,8 +261,9 @@ class Selective(Recompute):
         gathered = (layer.axis.size * x.shape[0], *x.shape[1:])
 
         def pack(tensor: Tensor) -> Packed:
-            if tensor.shape != gathered:  # a weight
-                return tensor
+            weights = {p.untyped_storage()._cdata for p in layer.parameters()} if tensor.shape == gathered else set()
+            if tensor.shape != gathered or tensor.untyped_storage()._cdata in weights:
+                return self._pack(tensor)
             again = functools.partial(collectives.all_gather, axis=layer.axis)
             return _Operation("a gathered input", again, [self._pack(x)], [False]).result(tensor)
 
@@ -240,8 +272,8 @@ class Selective(Recompute):
 
     def _made(self, tensor: Tensor) -> _Operation | None:
         found = self._results.get(tensor.untyped_storage()._cdata)
-        return None if found is None else found[1]
+        return found[1] if found is not None and found[1].makes(tensor) else None
 
     def _pack(self, tensor: Tensor) -> Packed:
         operation = self._made(tensor)
-        return tensor.detach() if operation is None else operation.result(tensor)
+        return _Kept(tensor) if operation is None else operation.result(tensor)

@@ -27,8 +27,8 @@ from threed.config import Config, ConfigError
 from threed.layers.recompute import Selective
 from threed.layers.slicing import Slicing
 from threed.memory.arena import Arena
-from threed.memory.io import Disk
-from threed.memory.tiers import Drive, Home, InMemory, Loan
+from threed.memory.io import BLOCK, Disk
+from threed.memory.tiers import Drive, Home, InMemory, Loan, OnDrive
 from threed.topology import Axis, Topology
 
 FETCH_AHEAD = 2  # inputs on their way from the drive
@@ -61,23 +61,41 @@ class InArena:
 
 
 class OnDrives:
-    """Regions of a swap file. Buffers are as large as the largest input so far."""
+    """Regions of a swap file, each as large as the drive's buffers: whatever the shape, it fits into any of them."""
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
         self._drive: Drive | None = None
-        self._free: dict[tuple[int, torch.dtype], list[Home]] = {}
+        self._free: list[OnDrive] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> Home:
-        nbytes = -(-numel * dtype.itemsize // 4096) * 4096
-        if self._drive is None or nbytes > self._drive.nbytes:
-            self._drive = Drive(self.disk, nbytes, BUFFERS)
-            self._free.clear()
-        free = self._free.setdefault((numel, dtype), [])
-        return free.pop() if free else self._drive(numel, dtype)
+        drive = self._large_enough(numel * dtype.itemsize)
+        home = self._free.pop() if self._free else drive(drive.nbytes, torch.uint8)
+        home.numel, home.dtype, home.nbytes = numel, dtype, numel * dtype.itemsize
+        return home
 
     def give(self, home: Home) -> None:
-        self._free.setdefault((home.numel, home.dtype), []).append(home)
+        assert isinstance(home, OnDrive)
+        if home.drive is self._drive:
+            self._free.append(home)
+        else:
+            self._release(home)
+
+    def _large_enough(self, nbytes: int) -> Drive:
+        """The drive; a new one where its buffers are too small, and larger by half at least: old regions are of no use
+        to new inputs, but all of them together are not more than two new ones for each."""
+        old = 0 if self._drive is None else self._drive.nbytes
+        if self._drive is None or nbytes > old:
+            self._drive = Drive(self.disk, max(1, -(-max(nbytes, old * 3 // 2) // BLOCK)) * BLOCK, BUFFERS)
+            free, self._free = self._free, []
+            for home in free:
+                self._release(home)
+        return self._drive
+
+    def _release(self, home: OnDrive) -> None:
+        if home.writing is not None:
+            home.writing.wait()  # the next one's write must not be overtaken
+        self.disk.release(home.offset, home.drive.nbytes)
 
 
 @dataclass(eq=False)

@@ -91,7 +91,7 @@ class Stage:
         self._again = frozenset() if self.recomputed.keeper is None else self.recomputed.units
         self._trained = {unit for unit in self._again if any(p.requires_grad for p in self._layer(unit).parameters())}
         reads = [getattr(layer, "backward_reads_weights", True) for layer in layers]
-        reading = [unit for unit, own in zip(self._units, reads, strict=True) if own or unit in self._again]
+        reading = [unit for unit, own in zip(self._units, reads, strict=True) if own or unit in self.recomputed.units]
         self._backward_units = reading[::-1]
         self._open: dict[int, list[Frame]] = {}
 
@@ -151,12 +151,18 @@ class Stage:
         assert keeper is not None
         given = micro.tokens if x is None else x
         draws = Draws(torch.device("cpu") if given is None else given.device)
+        version = None if x is None else x._version
         with torch.no_grad():
             y = self._layer(unit)(x, micro)
         draws.drawn()
         needs_dx = x is not None and x.requires_grad
         if not (needs_dx or unit in self._trained):
             return y, Frame()
+        if x is not None and x._version != version:
+            raise RuntimeError(
+                f"layer {unit} ({type(self._layer(unit)).__name__}) changed its input in place, from which it is to be"
+                " computed again: change a copy (x = x * 2, not x.mul_(2)), or set the layer's `recomputable = False`"
+            )
         kept = None if x is None else keeper.keep(x)
         return y.detach().requires_grad_(), Frame(again=Again(kept, needs_dx, draws, micro))
 
