@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import memory, run
+from benchmarks import host, memory, run
 from benchmarks.engines import ENGINES
 from benchmarks.reference import PRESETS
-from benchmarks.suites import STAGES, SUITES, Suite, wire_mib
+from benchmarks.suites import OFFLOADS, STAGES, SUITES, Suite, wire_mib
 
 PSI = PRESETS["base"].parameters
 
@@ -19,11 +21,13 @@ PSI = PRESETS["base"].parameters
 def test_every_suite_names_engines_that_exist() -> None:
     for name, suite in SUITES.items():
         assert set(suite.engines) <= set(ENGINES), name
-    assert {engine for name in SUITES if name.startswith("zero") for engine in SUITES[name].engines} <= set(STAGES)
+        if name.startswith(("zero", "offload")):
+            assert set(suite.engines) <= set(STAGES), name
 
 
 def test_parameters_are_counted_with_the_tied_table_once() -> None:
     assert PSI == 42_155_008
+    assert PRESETS["200m"].parameters > 200e6
 
 
 @pytest.mark.parametrize(("stage", "volumes"), [(0, 2), (1, 2), (2, 2), (3, 3)])
@@ -45,8 +49,42 @@ def test_live_and_peak_count_storages_once() -> None:
     assert len(views) == 2
 
 
+def test_bytes_of_a_drive_are_counted(tmp_path: Path) -> None:
+    size, before = 1 << 20, host.drive_bytes()
+    with open(tmp_path / "swap", "wb", buffering=0) as file:
+        file.write(bytes(size))
+        os.fsync(file.fileno())
+    read, written = (now - then for then, now in zip(before, host.drive_bytes(), strict=True))
+    assert read >= 0
+    assert written == 0 or written >= size  # 0 where the folder is in memory
+
+
+def test_a_name_stands_for_all_suites_that_begin_so() -> None:
+    assert run.named("zero") == ["zero"]
+    assert run.named("offload-nvme-3-all-bf16") == [f"offload-nvme-3-all-bf16-dp{ranks}" for ranks in (1, 2)]
+    assert len(run.named("offload")) == 2 * len(OFFLOADS)
+    with pytest.raises(argparse.ArgumentTypeError, match="the suites are dp2,"):
+        run.named("off")
+
+
+def test_updates_are_compared_where_every_step_is_finished() -> None:
+    result = {
+        "tokens_per_s": 1.0, "speed": 1.0, "speed_interval": (1, 1), "cpu_s_per_token": 1.0, "cpu": 1.0,
+        "cpu_interval": (1, 1), "loss_difference": 0.0, "step_ms": 2000.0,
+    }  # fmt: skip
+    update = {"update_ms": 1234.0, "update": 1.5, "update_interval": (1.25, 1.75)}
+    records = [
+        {"suite": "zero", "world": 2, "rounds": 3, "results": {"ddp": result}},
+        {"suite": "offload", "world": 1, "rounds": 3, "settle": True, "results": {"threed_zero2_cpu": result | update}},
+    ]
+    lines = run.tables(records).splitlines()
+    assert [line.count("threed_zero2_cpu") for line in lines].count(1) == 2  # in the table of speeds, and of updates
+    assert lines[-1] == "| offload | 1 | threed_zero2_cpu | 2 | 1.234 | **1.50** | 1.25–1.75 | 2.000 | 3 |"
+
+
 def options(**changed: object) -> argparse.Namespace:
     plain = {"only": None, "quiet": 99.0, "patience": 60.0, "torch_matmul": False, "preset": "tiny", "rounds": 1}
+    plain["folder"] = None
     return argparse.Namespace(**{**plain, "memory_only": False, "quick": True, **changed})
 
 
@@ -66,12 +104,33 @@ def test_engines_of_the_zero_suite_train_the_same_thing() -> None:
     (record,) = run.run_suite("zero", options(only=names))
     assert list(record["results"]) == names
     for name, found in record["results"].items():
-        assert found["loss_difference"] <= run.PARITY, name
+        assert found["loss_difference"] <= SUITES["zero"].parity, name
         assert found["cpu_s_per_token"] > 0
         assert found["tokens_per_s"] > 0
     lines = run.tables([record]).splitlines()
     assert len(lines) == 2 + len(names)
     assert len({line.count("|") for line in lines}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["offload-cpu-2-dp2", "offload-nvme-3-all-bf16-dp1"])
+def test_engines_of_the_offload_suites_train_the_same_thing(name: str) -> None:
+    names = [engine for engine in SUITES[name].engines if not engine.startswith("deepspeed")]
+    (record,) = run.run_suite(name, options(only=names))
+    for engine, found in record["results"].items():
+        assert found["loss_difference"] <= SUITES[name].parity, engine
+        assert 0 < found["update_ms"] < found["step_ms"], engine
+
+
+@pytest.mark.slow
+def test_what_swaps_reads_and_writes_the_state(tmp_path: Path) -> None:
+    chosen = options(only=["wrapped_zero3_nvme"], quick=False, folder=tmp_path, preset="small")
+    (record,) = run.run_suite("offload-nvme-3-dp1", chosen)
+    state = record["parameters"] * 4 * 3 / 2**20  # gradients and two moments; in fp32 parameters are the weights
+    read, written = record["drive_mib"]
+    assert read == pytest.approx(state, rel=0.1) or read == 0  # 0 where the folder is in memory
+    assert written == pytest.approx(state, rel=0.1) or written == 0
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

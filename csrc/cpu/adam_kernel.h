@@ -3,8 +3,9 @@
 //
 //   run:  block by block   widen (gradient -> T, times the scale) -> update (p, m, v) -> narrow (p -> out)
 //
-// A block stays in the first-level cache between the three loops, so memory is passed over once. Every product and sum
-// is rounded by itself (no fused multiply-add), so that all instruction sets give the same bits.
+// A block stays in the first-level cache between the three loops, so memory is passed over once; what the next blocks
+// need is asked for meanwhile. Every product and sum is rounded by itself (no fused multiply-add), so that all
+// instruction sets give the same bits.
 
 template <class T>
 struct Constants {
@@ -44,6 +45,11 @@ NOINLINE void narrow(O* RESTRICT out, const T* RESTRICT p, int64_t n) {
   for (int64_t i = 0; i < n; i++) from_number(float(p[i]), out[i]);
 }
 
+template <class T>
+inline void prefetch(const T* x) {
+  for (int k = 0; k < BLOCK; k += 64 / sizeof(T)) __builtin_prefetch(x + k, 1);
+}
+
 template <class T, class G, class O>
 void run(const Call& c, int64_t first, int64_t n) {
   const Constants<T> constants = constants_of<T>(c);
@@ -57,6 +63,7 @@ void run(const Call& c, int64_t first, int64_t n) {
     // A first short block brings `out` to a cache line's start, where stores past the cache must begin.
     const int64_t lead = past_cache ? (-reinterpret_cast<uintptr_t>(out + i) & 63) / sizeof(O) : 0;
     size = std::min(lead ? lead : int64_t(BLOCK), n - i);
+    for (const T* x : {p, m, v}) prefetch(x + i + AHEAD);
     widen(wide, g + i, size, constants.scale);
     (constants.rest1 < T(0.5) ? update<true, T> : update<false, T>)(p + i, m + i, v + i, wide, size, constants);
     if (!out) continue;
