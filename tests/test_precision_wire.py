@@ -16,6 +16,7 @@ from threed.config import Config
 from threed.engine import Engine
 from threed.precision import DTYPES
 from threed.sharding import Box, boxes
+from threed.zero.reducer import Gradient
 
 ROWS, MICROBATCHES = 8, 2  # rows a rank
 Gradients = list[list[dict[str, Tensor]]]  # by rank and micro-batch
@@ -111,14 +112,15 @@ def capture(engine: Engine) -> list[tuple[str, Box, Tensor]]:
     found: list[tuple[str, Box, Tensor]] = []
     inner: Callable[..., object] = engine.optimizer.step
 
-    def step(slices: list[Tensor], carry: Tensor) -> object:
+    def step(gradients: list[Gradient], carry: Tensor) -> object:
+        slices = (gradient.home.fetch().wait() for gradient in gradients)
         for bucket, part in zip(engine.layout.buckets, slices, strict=True):
             for run in bucket.runs():
                 for box in boxes(run.piece, run.first, run.last):
                     at = run.offset + box.offset
                     values = part[at : at + box.numel].view(box.size).clone()
                     found.append((run.piece.name, box, values))
-        return inner(slices, carry)
+        return inner(gradients, carry)
 
     engine.optimizer.step = step  # type: ignore[method-assign, assignment]
     return found
