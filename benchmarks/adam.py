@@ -216,13 +216,13 @@ def chosen(names: list[str], arrays: Arrays) -> dict[str, Any]:
 def measure(
     contenders: dict[str, Any], rounds: int, streams: tuple[Tensor, Tensor], wait: Callable[[], None]
 ) -> tuple[dict[str, Any], float]:
-    """Seconds of every contender's calls, and of the best update in place, in `rounds` rounds after a wait() each."""
+    """Seconds of every contender's calls and of the best update in place, in `rounds` rounds; wait() before each turn."""
     a, c = streams
     times: dict[str, Any] = {name: {"step": [], "full": [], "foreign": []} for name in contenders}
     updates = []
     for _ in range(rounds):
-        wait()
         for name, contender in contenders.items():
+            wait()
             before = host.stamp()
             for kind in ("step", "full"):
                 times[name][kind].append(seconds(getattr(contender, kind)))
@@ -233,10 +233,11 @@ def measure(
 
 
 def record(name: str, times: dict[str, list[float]], update: float, args: argparse.Namespace) -> dict[str, Any]:
-    """A contender's figures; `update` in GB/s."""
+    """A contender's figures; `update` in GB/s, `foreign_cores` what others used while it did its best `full`."""
+    foreign = times["foreign"][times["full"].index(min(times["full"]))]
     found: dict[str, Any] = {
         "impl": name, "numel": args.numel, "threads": args.threads, "huge_pages": args.huge_pages,
-        "rounds": args.rounds, "update_gb_s": round(update, 2), "foreign_cores": round(max(times["foreign"]), 2),
+        "rounds": args.rounds, "update_gb_s": round(update, 2), "foreign_cores": round(foreign, 2),
         "torch": torch.__version__,
     }  # fmt: skip
     for kind in ("step", "full"):
@@ -258,7 +259,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--huge-pages", action="store_true", help="all arrays on huge pages, the bandwidth's too")
-    parser.add_argument("--quiet", type=float, default=0.3, help="a round begins when others use fewer cores")
+    parser.add_argument("--quiet", type=float, default=0.3, help="a turn begins when others use fewer cores")
     parser.add_argument("--patience", type=float, default=0.0, help="seconds of waiting for that in all (default 0)")
     return parser.parse_args(argv)
 

@@ -35,9 +35,9 @@
 
 namespace {
 
-// In numbers: a block, and how far ahead memory is asked for (128 and 384 measured best of 64 to 1024; 512 without asking
-// lost a tenth); from where on `out` would not stay in a cache anyway; what a thread must have to be worth waking; a part
-// that one takes, and what it is a multiple of.
+// In numbers: a block, and how far ahead memory is asked for (128 and 384 measured best of 64 to 1024; blocks of 512
+// without asking lost a tenth); from where on `out` would not stay in a cache anyway; what a thread must have to be
+// worth waking; a part that one takes, and what it is a multiple of.
 constexpr int BLOCK = 128, AHEAD = 384;
 constexpr int64_t STREAM_FROM = 1 << 20, THREAD_FROM = 1 << 17, PART = 1 << 18, GRAIN = 1024;
 constexpr int MOST_THREADS = 256;
