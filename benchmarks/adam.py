@@ -216,7 +216,7 @@ def chosen(names: list[str], arrays: Arrays) -> dict[str, Any]:
 def measure(
     contenders: dict[str, Any], rounds: int, streams: tuple[Tensor, Tensor], wait: Callable[[], None]
 ) -> tuple[dict[str, Any], float]:
-    """Seconds of every contender's calls and of the best update in place, in `rounds` rounds; wait() before each."""
+    """Seconds of every contender's calls, and of the best update in place, in turns; wait() before each."""
     a, c = streams
     times: dict[str, Any] = {name: {"step": [], "full": [], "foreign": []} for name in contenders}
     updates = []

@@ -6,6 +6,7 @@ freshly initialised ones attention is nearly uniform, and a permuted query would
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -279,6 +280,7 @@ def export_in_little_memory(folder: Path) -> int:
         update={"model": config.model.model_copy(update={"layers": 12, "hidden": 128, "ffn": 1024})}
     )
     engine_of(config).save(folder / "step")
+    gc.collect()  # the engine: its memory must not come and go while the export's is measured
     files = sum(file.stat().st_size for file in (folder / "step").glob("*.safetensors"))
     hf.export_hf(folder / "step", folder / "warm-up")
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())

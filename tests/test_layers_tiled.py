@@ -446,7 +446,10 @@ def train_in_tiles(folder: str, tp: int) -> tuple[float, dict[str, Tensor]]:
     config = config_of(Case(tp=tp, model="qwen-tied", layers=2, sequence=tp > 1))
     topology = topology_of(1, tp)
     slicing = Slicing(topology.axis("tp"), tp > 1, config.train.seed)
-    engines = [Engine(models.build(config.model, replace(slicing, tile=n)), topology, config) for n in (1, 3)]
+    configs = [
+        config.model_copy(update={"zero": config.zero.model_copy(update={"stage": 3, "tile": n})}) for n in (1, 3)
+    ]
+    engines = [Engine(models.build(c.model, replace(slicing, tile=c.zero.tile)), topology, c) for c in configs]
     data = [share(batch(step, config.train.global_batch), topology) for step in range(2)]
     losses = [[engine.step(part).loss for part in data] for engine in engines]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=0)
