@@ -147,7 +147,7 @@ def test_a_skipped_step_writes_nothing(tmp_path: Path) -> None:
 
 
 def lent(engine: Engine) -> int:
-    return drive_of(engine)._lent - len(drive_of(engine)._writing)
+    return drive_of(engine).lent - len(drive_of(engine)._writing)
 
 
 def fail_to_save(folder: Path) -> None:

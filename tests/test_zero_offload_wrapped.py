@@ -7,6 +7,7 @@ every bit is the same wherever the slices live, and all of it is what plain PyTo
 from __future__ import annotations
 
 import ctypes
+import random
 import tempfile
 import time
 from collections.abc import Sequence
@@ -249,3 +250,41 @@ def test_nothing_is_used_before_it_has_arrived_or_overwritten_before_it_has_left
     runs = [case, case.at(("nvme", "nvme")), case.at(("none", "nvme")), case.at(("nvme", "none"))]
     want, *others = run_ranks(2, train_slowly, runs)[0]
     assert [difference(got, want) for got in others] == [0, 0, 0]
+
+
+class Routed(nn.Module):
+    """Residual layers of which each step runs others: what was gathered ahead is often not what comes."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(layers))
+        self.route: Sequence[int] = range(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.route:
+            x = x + torch.tanh(self.layers[number](x))
+        return x.square().mean()
+
+
+def train_routed(place: Place, routes: Sequence[Sequence[int]]) -> Result:
+    torch.manual_seed(0)
+    case = Case(accumulation=1, threshold=0, place=place)
+    config = ds_config(case)
+    engine = threed.initialize(model=Routed(30), config=config)[0]
+    losses, norms = [], []
+    for step, route in enumerate(routes):
+        engine.module.route = route
+        loss = engine(torch.randn(ROWS, 24, generator=torch.Generator().manual_seed(step)))
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    return losses, norms, engine.full_state_dict()
+
+
+def test_wrong_guesses_of_what_comes_next_starve_no_drive() -> None:
+    pick, routes = random.Random(0), [list(range(30))]
+    for count in (20, 10, 15):
+        routes += [sorted(pick.sample(routes[0], count)), routes[0]]
+    want, got = (train_routed(place, routes) for place in (("cpu", "cpu"), ("nvme", "nvme")))
+    assert difference(got, want) == 0

@@ -65,6 +65,11 @@ class Pool:
         self._free = [host_buffer(nbytes) for _ in range(count)]
         self._lent: dict[int, Tensor] = {}
 
+    @property
+    def lent(self) -> int:
+        """Buffers that are out."""
+        return len(self._lent)
+
     def take(self) -> Tensor:
         """A buffer, uint8 [nbytes], with whatever its last user left; RuntimeError when all are lent."""
         try:

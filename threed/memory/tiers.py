@@ -46,9 +46,6 @@ class Home(Protocol):
     """A place for values of one length and dtype."""
 
     @property
-    def numel(self) -> int: ...
-
-    @property
     def dtype(self) -> torch.dtype: ...
 
     @property
@@ -70,10 +67,6 @@ class InMemory:
     """A tensor that is always there: its own home, and its own loan."""
 
     tensor: Tensor
-
-    @property
-    def numel(self) -> int:
-        return self.tensor.numel()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -151,16 +144,15 @@ class Drive:
         self.disk, self.nbytes, self.count = disk, nbytes, count
         self.make_room: Callable[[], None] = lambda: None  # asked to end loans when all buffers are in use
         self._pool: Pool | None = None
-        self._lent = 0
         self._writing: deque[tuple[Transfer, Tensor]] = deque()
 
     def __call__(self, numel: int, dtype: torch.dtype) -> OnDrive:
         return OnDrive(self, numel, dtype)
 
     @property
-    def room(self) -> int:
-        """How many more loans can be made, once what is under way is written."""
-        return self.count - self._lent + len(self._writing)
+    def lent(self) -> int:
+        """Buffers in use, also by what is being written."""
+        return 0 if self._pool is None else self._pool.lent
 
     def settle(self) -> None:
         """Waits until everything is written; SwapError if something could not be."""
@@ -172,19 +164,16 @@ class Drive:
         if self._pool is None:
             self._pool = Pool(self.nbytes, self.count)
         self._reap(wait=False)
-        while self._lent == self.count and self._writing:
+        while self.lent == self.count and self._writing:
             self._reap(wait=True)
-        if self._lent == self.count:
+        if self.lent == self.count:
             self.make_room()
-        buffer = self._pool.take()
-        self._lent += 1
-        return buffer
+        return self._pool.take()
 
     def give(self, buffer: Tensor) -> None:
         """Takes a buffer back."""
         assert self._pool is not None
         self._pool.give(buffer)
-        self._lent -= 1
 
     def give_after(self, transfer: Transfer, buffer: Tensor) -> None:
         """Takes a buffer back when it is written."""
@@ -203,10 +192,14 @@ class OnDrive:
     """A home in a swap file: a region of its own."""
 
     def __init__(self, drive: Drive, numel: int, dtype: torch.dtype) -> None:
-        self.drive, self.numel, self.dtype, self.device = drive, numel, dtype, torch.device("cpu")
-        self.nbytes = numel * dtype.itemsize
+        self.drive, self.device = drive, torch.device("cpu")
+        self.hold(numel, dtype)
         self.offset = drive.disk.reserve(self.nbytes)
         self.writing: Transfer | None = None
+
+    def hold(self, numel: int, dtype: torch.dtype) -> None:
+        """Other values from now on, which must fit into the region."""
+        self.dtype, self.nbytes = dtype, numel * dtype.itemsize
 
     def fetch(self) -> _OnTheWay:
         if self.writing is not None:  # what is read now must have been written

@@ -71,7 +71,7 @@ class OnDrives:
     def take(self, numel: int, dtype: torch.dtype) -> Home:
         drive = self._large_enough(numel * dtype.itemsize)
         home = self._free.pop() if self._free else drive(drive.nbytes, torch.uint8)
-        home.numel, home.dtype, home.nbytes = numel, dtype, numel * dtype.itemsize
+        home.hold(numel, dtype)
         return home
 
     def give(self, home: Home) -> None:

@@ -17,6 +17,7 @@ from threed.planner.costs import LayerCost, sliced_parameters, stage_parameters
 from threed.planner.gathering import gathering, in_turn
 
 BUCKETS_IN_FLIGHT = 2  # one fills up or is used while the other one travels
+UPDATES_AHEAD = 1  # buckets whose state comes from its drive while one is updated
 
 
 @dataclass(frozen=True)
@@ -149,10 +150,10 @@ def drive_buffers(gathered: int, loans: int) -> int:
     """How many buffers of a slice's size pass between memory and a drive; that does not grow with the layers.
 
     gathered: slices of parameters that come from the drive at once. loans: see `update_loans`. In a step's forward and
-    backward there are those, and gradients on their way; in its update what the bucket that comes needs, the one at
-    work, and the one that goes.
+    backward there are those, and gradients: on their way, being added to, and being written. In its update what
+    the buckets that come need, the one at work, and the one that goes.
     """
-    return max(gathered + BUCKETS_IN_FLIGHT + 2, 3 * loans)
+    return max(gathered + BUCKETS_IN_FLIGHT + 2, (UPDATES_AHEAD + 2) * loans)
 
 
 def update_loans(optimizer: bool, params: bool, *, narrow: bool, zero_stage: int, moments: int) -> int:

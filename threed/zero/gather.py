@@ -20,7 +20,7 @@ from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
-from threed.memory.tiers import Drive, Loan
+from threed.memory.tiers import Loan
 from threed.topology import Axis
 from threed.zero.layout import Bucket, Group, Layout, Slot
 
@@ -63,9 +63,8 @@ class Gatherer:
         self._coming: dict[Group, list[tuple[Bucket, Loan]]] = {}  # slices on their way, in the order of asking
         self._gathering: dict[Group, list[Pending]] = {}
         self._holders: dict[Group, set[int]] = {}
-        for tier in (layout.policy.params_tier, layout.policy.optimizer_tier):
-            if isinstance(tier, Drive):
-                tier.make_room = self._end_gathers
+        for drive in layout.policy.drives:
+            drive.make_room = self._end_gathers
         self._number = {group: number for number, group in enumerate(layout.groups)}
         self.order = 0  # a hash of which groups were gathered, in which order: all ranks must have the same
         for group in layout.groups:
@@ -144,18 +143,11 @@ class Gatherer:
         if group not in self._holders:
             self.order = hash((self.order, self._number[group]))
             self._exchange()
-            self._make_room(len(group.buckets))
             self._coming[group] = [(bucket, bucket.home.fetch()) for bucket in group.buckets]
             if all(bucket.own is not None for bucket in group.buckets):
                 self._exchange()
             self._holders[group] = set()
         self._holders[group].add(holder)
-
-    def _make_room(self, loans: int) -> None:
-        """Ends the gathers under way if the drive has not so many buffers left."""
-        drive = self.layout.policy.params_tier
-        if isinstance(drive, Drive) and drive.room < loans:
-            self._end_gathers()
 
     def _end_gathers(self) -> None:
         """Waits for all gathers, also of what nobody has used yet: their slices go back."""

@@ -65,6 +65,11 @@ class Policy:
     optimizer_tier: Tier | None = None
 
     @property
+    def drives(self) -> set[Drive]:
+        """The drives among the tiers."""
+        return {tier for tier in (self.params_tier, self.optimizer_tier) if isinstance(tier, Drive)}
+
+    @property
     def slices_gradients(self) -> bool:
         """Whether gradients exist in full only bucket by bucket (stages 2 and 3)."""
         return self.stage >= 2 and (self.shard.size > 1 or self.optimizer_tier is not None)
@@ -231,8 +236,7 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that parameters, and the buffers of a drive, take between steps."""
-        tiers = {self.policy.params_tier, self.policy.optimizer_tier}
-        buffers = sum(tier.nbytes * tier.count for tier in tiers if isinstance(tier, Drive))
+        buffers = sum(drive.nbytes * drive.count for drive in self.policy.drives)
         return buffers + sum(group.nbytes for group in self.groups)
 
     @property
@@ -312,7 +316,8 @@ def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
     group.params = make(group.numel, dtype=policy.param_dtype, device=device)
     for slot in group.slots:
         slot.settle(group.view(slot, group.params))
-    whole = group.kind.trainable and not policy.slices_gradients
+    slices = group.kind.trainable and policy.slices_gradients
+    whole = group.kind.trainable and not slices
     group.grads = torch.zeros(group.numel if whole else 0, dtype=policy.grad_dtype, device=device)
     if group.sliced:
         group.free()
@@ -321,8 +326,7 @@ def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
     for bucket in group.buckets:
         own = slice(bucket.own_first, bucket.own_last)
         bucket.home = params(bucket.share, policy.param_dtype) if group.sliced else InMemory(group.params[own])
-        sliced = group.kind.trainable and not whole
-        bucket.grad = optimizer(bucket.share, policy.grad_dtype) if sliced else InMemory(group.grads[own])
+        bucket.grad = optimizer(bucket.share, policy.grad_dtype) if slices else InMemory(group.grads[own])
 
 
 def _windows(group: Group, elements: int) -> Iterator[Bucket]:

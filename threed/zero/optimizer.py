@@ -22,6 +22,7 @@ from torch import Tensor
 from threed import collectives
 from threed.memory.tiers import Home, InMemory, Loan, memory_tier
 from threed.ops.update import Moment, Rule
+from threed.planner.memory import UPDATES_AHEAD
 from threed.precision import LossScale, Scaler
 from threed.topology import Axis
 from threed.zero.gather import Gatherer
@@ -29,7 +30,6 @@ from threed.zero.layout import Bucket, Layout, Policy
 from threed.zero.norm import sum_of_squares
 from threed.zero.reducer import Gradient
 
-AHEAD = 1  # buckets that come while one is updated
 WEIGHT = "weight"
 GRADIENT = "gradient"  # what an update has on loan beside a bucket's state
 
@@ -216,7 +216,7 @@ def on_loan(wanted: Iterable[tuple[State, Mapping[str, Home]]]) -> Iterator[tupl
     try:
         for state, homes in wanted:
             coming.append((state, {part: home.fetch() for part, home in homes.items()}))
-            if len(coming) > AHEAD:
+            if len(coming) > UPDATES_AHEAD:
                 yield coming.popleft()
         while coming:
             yield coming.popleft()

@@ -25,12 +25,11 @@ from threed import collectives
 from threed.collectives import Pending
 from threed.memory.tiers import Home, InMemory, Loan, start_copy
 from threed.ops import matmul
+from threed.planner.memory import BUCKETS_IN_FLIGHT
 from threed.topology import Axis
 from threed.zero.gradients import ByBucket, Gradients, Whole
 from threed.zero.layout import Bucket, Layout, Slot
 from threed.zero.norm import squares
-
-IN_FLIGHT = 2  # buckets that may be on their way at once where gradients are slices
 
 
 @dataclass(eq=False)
@@ -43,13 +42,15 @@ class Gradient:
 
 @dataclass(frozen=True, eq=False)
 class Travelling:
-    """A bucket whose gradients are being summed. add: to what earlier rounds left at home, which is on loan."""
+    """A bucket whose gradients are being summed. add: to what earlier rounds left at home, which is on loan. complete:
+    its slice is the whole sum then."""
 
     bucket: Bucket
     window: Tensor
     pending: Pending
     loan: Loan
     add: bool
+    complete: bool
 
 
 class Sink:
@@ -154,12 +155,12 @@ class Reducer:
         for number, slots in enumerate(self._slots):
             for slot in slots:
                 self._buckets_of.setdefault(id(slot), []).append(number)
-        self._passes = 1
+        self._passes = self._rounds_left = 1
         self._missing: list[int] = []
         self._begun = 0  # buckets of this round that have left
         self._travelling: deque[Travelling] = deque()
         self._arriving: deque[tuple[Travelling, Pending]] = deque()  # summed, and on their way to the host
-        self._squares: dict[int, Tensor] = {}  # of slices that are not in memory: by the bucket's number
+        self._squares: dict[int, Tensor] = {}  # of complete slices: by the bucket's number
         self._numbers = {id(bucket): number for number, bucket in enumerate(layout.buckets)}
         self._aside: dict[int, tuple[Slot, Tensor]] = {}
         self._first = True  # this step's first round
@@ -178,7 +179,9 @@ class Reducer:
             self._arrive()
         self.memory.reset()
         self._aside.clear()
-        self._passes, self._first = (1 if self.rounds else microbatches), True
+        self._squares.clear()
+        self._passes, self._rounds_left = (1, microbatches) if self.rounds else (microbatches, 1)
+        self._first = True
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -203,7 +206,7 @@ class Reducer:
             if not self.sink_of(slot).seen:
                 self.memory.missing(slot, bucket)
         self._begun += 1
-        while self.rounds and len(self._travelling) >= IN_FLIGHT:
+        while self.rounds and len(self._travelling) >= BUCKETS_IN_FLIGHT:
             self._land()
         window, add = self.memory.leave(bucket), self.rounds and not self._first
         loan = bucket.grad.fetch() if add else bucket.grad.blank()
@@ -214,7 +217,8 @@ class Reducer:
             pending = collectives.start_reduce_scatter(window, shard, wire=self.wire)
         else:
             pending = collectives.start_reduce_scatter(window, shard, wire=self.wire, into=into, add=add)
-        self._travelling.append(Travelling(bucket, window, pending, loan, add))
+        complete = self._rounds_left <= 1 and not _rest(bucket)
+        self._travelling.append(Travelling(bucket, window, pending, loan, add, complete))
 
     def _land(self) -> None:
         """Waits for the bucket that has been on its way longest."""
@@ -222,7 +226,7 @@ class Reducer:
         t.loan.wait()  # what the sum may be added to
         total = t.pending.wait()
         self._arriving.append((t, start_copy(total, t.loan.values.device)))
-        while len(self._arriving) > (IN_FLIGHT if total.device != t.loan.values.device else 0):
+        while len(self._arriving) > (BUCKETS_IN_FLIGHT if total.device != t.loan.values.device else 0):
             self._arrive()
 
     def _arrive(self) -> None:
@@ -231,20 +235,21 @@ class Reducer:
         total, own = copy.wait(), t.loan.wait()
         if total.data_ptr() != own.data_ptr():
             own.add_(total) if t.add else own.copy_(total)
-        self._put_back(t.bucket, t.loan)
+        self._put_back(t.bucket, t.loan, t.complete)
         self.memory.left(t.window)
 
-    def _put_back(self, bucket: Bucket, loan: Loan) -> None:
-        """A bucket's slice goes home; what the norm needs of it is found while it is here."""
-        if not isinstance(bucket.grad, InMemory):
+    def _put_back(self, bucket: Bucket, loan: Loan, complete: bool) -> None:
+        """A bucket's slice goes home; what the norm needs of it is found while it is here, and in a cache."""
+        if complete:
             self._squares[self._numbers[id(bucket)]] = squares(loan.values)
-            loan.store()
+        loan.store()
 
     def pass_ended(self) -> None:
         """A micro-batch's backward is over; where that is a round, what is left of it leaves."""
         if self.rounds:
             self.flush()
             self._first = False
+            self._rounds_left -= 1
             self._begin_round()
 
     def flush(self) -> None:
@@ -284,14 +289,16 @@ class Reducer:
             if _rest(bucket):
                 loan = bucket.grad.fetch()
                 loan.wait().copy_(self._sum_over(loan.wait(), _rest(bucket)).wait())
-                self._put_back(bucket, loan)
+                self._put_back(bucket, loan, complete=True)
         return [self._gradient(number, total) for number, total in enumerate(sums)]
 
     def _gradient(self, number: int, total: Pending | None) -> Gradient:
-        if total is None:
-            return Gradient(self.layout.buckets[number].grad, self._squares[number])
-        home = InMemory(total.wait())
-        return Gradient(home, squares(home.tensor))
+        home = self.layout.buckets[number].grad if total is None else InMemory(total.wait())
+        if number not in self._squares:  # summed just now; or the step had fewer micro-batches than announced
+            loan = home.fetch()
+            self._squares[number] = squares(loan.wait())
+            loan.drop()
+        return Gradient(home, self._squares[number])
 
     def _sum_over(self, tensor: Tensor, axes: tuple[Axis, ...]) -> Pending:
         for axis in axes[:-1]:
@@ -342,7 +349,7 @@ class Reducer:
             loan = bucket.grad.fetch()
             own = loan.wait()
             own.add_(self._sum_over(total.wait(), _early(bucket)).wait().to(own.device))
-            self._put_back(bucket, loan)
+            self._put_back(bucket, loan, complete=not _rest(bucket))
         self._aside.clear()
 
 

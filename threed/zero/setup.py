@@ -60,7 +60,6 @@ def _tiers(config: Config) -> tuple[Tier | None, Tier | None]:
 def size_buffers(layout: Layout, config: Config, moments: int) -> None:
     """Tells the drive, if there is one, how many buffers of which size will be in use at once."""
     zero, policy = config.zero, layout.policy
-    drives = {tier for tier in (policy.params_tier, policy.optimizer_tier) if isinstance(tier, Drive)}
     slices: Counter[int] = Counter()
     for group in layout.groups:
         for unit in (group.kind.units or ()) if group.kind.tile is None else ():
@@ -73,7 +72,7 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
         zero.offload_optimizer == "nvme", zero.offload_params == "nvme", narrow=policy.param_dtype.itemsize < 4,
         zero_stage=policy.stage, moments=moments,
     )  # fmt: skip
-    for drive in drives:
+    for drive in policy.drives:
         drive.count = drive_buffers(gathered if drive is policy.params_tier else 0, loans)
         drive.nbytes = max((b.share for group in layout.groups for b in group.buckets), default=1) * width
 
