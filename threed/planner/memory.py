@@ -104,10 +104,9 @@ def rank_bytes(
     and groups of such ranks. moments: of the optimizer. resident, prefetch: under ZeRO-3 parameters with fewer elements
     stay whole, and so many layers are gathered ahead. bucket_bytes: the size of a reduction bucket. message_bytes:
     pipeline sends and receives under way. parameters: default what the layers say. offload: what has a place of its
-    own. Buffers are reduction buckets,
-    messages, what the backward of the hungriest layer needs for itself, from stage 2 on the largest single gradient,
-    and under stage 3 the layers gathered at once. What layers keep elsewhere is `offloaded`, if there is any; it is no
-    part of the peak. Raises ValueError for ZeRO stages that there are not.
+    own. Buffers are reduction buckets, messages, what the backward of the hungriest layer needs for itself, from
+    stage 2 on the largest single gradient, and under stage 3 the layers gathered at once. What is kept elsewhere is
+    `offloaded`, if there is any; it is no part of the peak. Raises ValueError for ZeRO stages that there are not.
     """
     check_zero(zero_stage)
     count = stage_parameters(layers) if parameters is None else parameters
@@ -115,25 +114,23 @@ def rank_bytes(
     sliced = (sliced_parameters(layers, resident) if layers else count) if stage == 3 else 0
     gradients = (_share(count, shards) if stage >= 2 else count) * grad_bytes
     states = (_share(count, shards) if stage >= 1 else count) * optimizer_bytes(param_bytes, moments)
-    slices = _share(sliced, shards) * param_bytes
-    away = (
-        slices * offload.params_away + states * offload.optimizer_away
-        + gradients * (offload.optimizer_away and stage >= 2)
-    )  # fmt: skip
-    parts = {
-        "parameters": (count - sliced) * param_bytes + slices * (not offload.params_away),
-        "gradients": gradients * (stage < 2 or not offload.optimizer_away),
-        "optimizer": states * (not offload.optimizer_away),
-        "activations": round(live * sum(layer.activation_bytes for layer in layers)),
-        "buffers": message_bytes + offload.buffers + max((layer.working_bytes for layer in layers), default=0),
+    homes = {  # bytes, and whether they are elsewhere
+        "parameters": (_share(sliced, shards) * param_bytes, offload.params_away),
+        "gradients": (gradients, offload.optimizer_away and stage >= 2),
+        "optimizer": (states, offload.optimizer_away),
     }
+    parts = {kind: nbytes * (not away) for kind, (nbytes, away) in homes.items()}
+    parts["parameters"] += (count - sliced) * param_bytes
+    parts["activations"] = round(live * sum(layer.activation_bytes for layer in layers))
+    parts["buffers"] = message_bytes + offload.buffers + max((layer.working_bytes for layer in layers), default=0)
     if shards * replicas > 1 or stage >= 2:
         parts["buffers"] += _bucket_bytes(stage, bucket_bytes, count * grad_bytes)
     if stage >= 2:
         parts["buffers"] += grad_bytes * max((layer.largest for layer in layers), default=0)
     if stage == 3 and layers:
         parts["buffers"] += param_bytes * _gathered(layers, prefetch, resident, offload.tile)
-    elsewhere = away + round(live * sum(layer.offloaded_bytes for layer in layers))
+    elsewhere = round(live * sum(layer.offloaded_bytes for layer in layers))
+    elsewhere += sum(nbytes for nbytes, away in homes.values() if away)
     return {**parts, "peak": sum(parts.values()), **({"offloaded": elsewhere} if elsewhere else {})}
 
 
