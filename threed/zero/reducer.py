@@ -219,6 +219,9 @@ class Reducer:
             pending = collectives.start_reduce_scatter(window, shard, wire=self.wire, into=into, add=add)
         complete = self._rounds_left <= 1 and not _rest(bucket)
         self._travelling.append(Travelling(bucket, window, pending, loan, add, complete))
+        at_hand = not add or isinstance(bucket.grad, InMemory)
+        if self.rounds and at_hand and shard.size == 1 and not _early(bucket):
+            self._land()  # there is nothing to wait for
 
     def _land(self) -> None:
         """Waits for the bucket that has been on its way longest."""
