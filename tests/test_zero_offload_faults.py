@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,7 +148,8 @@ def test_a_skipped_step_writes_nothing(tmp_path: Path) -> None:
 
 
 def lent(engine: Engine) -> int:
-    return drive_of(engine).lent - len(drive_of(engine)._writing)
+    kept = sum(len(state.kept) for state in engine.optimizer.states)
+    return drive_of(engine).lent - len(drive_of(engine)._writing) - kept
 
 
 def fail_to_save(folder: Path) -> None:
@@ -230,3 +232,35 @@ def make_many(folder: Path) -> None:
 
 def test_engines_that_are_dropped_leave_no_file_open(tmp_path: Path) -> None:
     run_ranks(1, make_many, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- kept between updates
+
+
+def keep_and_look(folder: Path, dtype: str) -> None:
+    """What an update leaves in buffers is newer than the file: whoever looks at it, saves it or sets it sees that."""
+    case = Case(zero=3, layers=3, offload_optimizer="nvme", offload_params="cpu", dtype=dtype, bucket_mib=0.01)
+    engine = engine_of(config_in(folder / "swap", case))
+    twin = engine_of(config_of(replace(case, offload_optimizer="cpu")))
+    for number in range(3):
+        for each in (engine, twin):
+            steps(each, 1)
+        assert any(state.kept for state in engine.optimizer.states)
+        assert all(not state.kept for state in twin.optimizer.states)
+        if number:  # not after the first: then the second begins with what the first has kept
+            assert distance(state_of(engine), state_of(twin)) == 0.0
+        assert all(torch.equal(value, twin.full_state_dict()[name]) for name, value in engine.full_state_dict().items())
+    steps(engine, 1)
+    engine.save(folder / "saved")
+    saved = state_of(engine)
+    steps(engine, 2)
+    engine.load(folder / "saved")  # over kept states, which count no more
+    assert distance(state_of(engine), saved) == 0.0
+    steps(engine, 1)
+    steps(twin, 2)
+    assert distance(state_of(engine), state_of(twin)) == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_states_kept_in_buffers_are_the_ones_that_count(tmp_path: Path, dtype: str) -> None:
+    run_ranks(1, keep_and_look, tmp_path, dtype)

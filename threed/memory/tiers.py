@@ -137,11 +137,11 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 class Drive:
     """Homes in a swap file, and `count` buffers of `nbytes` for what is on its way. Call it for a home, as a tier.
 
-    Size and number may be set until the first buffer is lent.
+    Size and number may be set until the first buffer is lent. idle: how many of them nobody needs between updates.
     """
 
     def __init__(self, disk: Disk, nbytes: int = 0, count: int = 1) -> None:
-        self.disk, self.nbytes, self.count = disk, nbytes, count
+        self.disk, self.nbytes, self.count, self.idle = disk, nbytes, count, 0
         self.make_room: Callable[[], None] = lambda: None  # asked to end loans when all buffers are in use
         self._pool: Pool | None = None
         self._writing: deque[tuple[Transfer, Tensor]] = deque()

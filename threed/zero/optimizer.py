@@ -4,14 +4,14 @@
                               SGD, Lion) on the slice, the slice to the parameters, their gather begun
 
 Slices are on loan from where they live: while a bucket is updated, the next one comes and the one before goes back.
+From a drive, every second update runs the other way and begins with what the one before it left in idle buffers.
 Nothing here reads a tensor's value on the host, as long as the state is on the device: norm, clip factor, skip flag,
 loss scale and learning rate stay tensors. State that lives elsewhere is updated by the host, which then needs them.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,40 +20,26 @@ import torch
 from torch import Tensor
 
 from threed import collectives
-from threed.memory.tiers import Home, InMemory, Loan, memory_tier
+from threed.memory.tiers import Home, InMemory, Loan
 from threed.ops.update import Moment, Rule
-from threed.planner.memory import UPDATES_AHEAD
 from threed.precision import LossScale, Scaler
 from threed.topology import Axis
 from threed.zero.gather import Gatherer
-from threed.zero.layout import Bucket, Layout, Policy
+from threed.zero.layout import Layout
 from threed.zero.norm import sum_of_squares
 from threed.zero.reducer import Gradient
-
-WEIGHT = "weight"
-GRADIENT = "gradient"  # what an update has on loan beside a bucket's state
-
-
-@dataclass(eq=False)
-class State:
-    """What the optimizer keeps for a bucket slice [n]: the weights it updates, and what its rule keeps beside them.
-
-    The weights are the parameter slice itself unless parameters are narrower than fp32, or frozen, or the optimizer
-    works on another device.
-    """
-
-    bucket: Bucket
-    homes: dict[str, Home]
-
-    @property
-    def weight(self) -> Home:
-        """Of the weights: masters, at least fp32."""
-        return self.homes[WEIGHT]
-
-    @property
-    def shared(self) -> bool:
-        """Whether the weights are the parameter slice itself."""
-        return self.weight is self.bucket.home
+from threed.zero.state import (
+    GRADIENT,
+    PARAMETER,
+    WEIGHT,
+    State,
+    drop_all,
+    fitting,
+    in_turn,
+    new_state,
+    on_loan,
+    store_all,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +68,10 @@ class Optimizer:
     ) -> None:  # fmt: skip
         self.layout, self.gatherer, self.everyone, self.rule = layout, gatherer, everyone, rule
         self.learning_rate, self.grad_clip = learning_rate, grad_clip
-        self.states = [_new_state(bucket, rule.parts, layout.policy, delayed) for bucket in layout.buckets]
+        self.states = [new_state(bucket, rule.parts, layout.policy, delayed) for bucket in layout.buckets]
         self.frozen = [State(bucket, {WEIGHT: bucket.home}) for bucket in layout.frozen]
+        self._keep = fitting(self.states, layout.policy)
+        self._turn = in_turn(self.states, middle=self._keep > 0)
         self.on_host = not (layout.policy.optimizer_tier is None and layout.policy.params_tier is None)
         self.delayed = ThreadPoolExecutor(1, "delayed-update") if delayed else None
         self._under_way: Future[None] | None = None
@@ -122,36 +110,43 @@ class Optimizer:
                 return
         if self.delayed is not None:
             kept = [Gradient(_copy_to_host(g.home), g.squares) for g in gradients]
-            self._under_way = self.delayed.submit(self._update_in_turn, kept, now, False)
+            self._under_way = self.delayed.submit(self._updatein_turn, kept, now, False)
         else:
-            self._update_in_turn(gradients, now, True)
+            self._updatein_turn(gradients, now, True)
 
-    def _update_in_turn(self, gradients: Sequence[Gradient], now: Moment, publish: bool) -> None:
-        # Forward order: the layers that the next forward needs first are updated and gathered first.
-        work = zip(reversed(self.states), reversed(gradients), strict=True)
+    def _updatein_turn(self, gradients: Sequence[Gradient], now: Moment, publish: bool) -> None:
+        work = [(self.states[number], gradients[number].home) for number in self._turn]
+        last = {id(state) for state, _ in work[len(work) - self._keep :]}
         self._broken = True
-        for state, loans in on_loan((state, {**state.homes, GRADIENT: g.home}) for state, g in work):
-            self._update(state, loans, now, publish)
+        for state, loans in on_loan((state, state.fetch_for_update(home)) for state, home in work):
+            try:
+                self._update(state, loans, now, publish, keep=id(state) in last)
+            except BaseException:
+                drop_all(loans)
+                raise
         self._broken = False
+        if self._keep:
+            self._turn.reverse()
 
-    def _update(self, state: State, loans: dict[str, Loan], now: Moment, publish: bool) -> None:
+    def _update(self, state: State, loans: dict[str, Loan], now: Moment, publish: bool, keep: bool) -> None:
         """One bucket's update; the parameters get the new weights in the same pass where they are at hand."""
         rates = state.bucket.group.kind.rates
         if rates.factor != 1.0:
             now = Moment(now.lr * rates.factor, now.step, now.scale, now.skip)
         gradient, weight, *moments = (loans[part].wait() for part in (GRADIENT, *state.homes))
         home = state.bucket.home
-        beside = home.blank() if publish and not state.shared and home.device == weight.device else None
-        out = None if beside is None else beside.values
+        beside = publish and not state.shared and home.device == weight.device
+        if beside:
+            loans[PARAMETER] = home.blank()
+        out = loans[PARAMETER].values if beside else None
         self.rule.update(weight, gradient.to(weight.device), moments, now, rates.decay, out)
         loans.pop(GRADIENT).drop()
-        if beside is not None:
-            beside.store()
+        if beside:
+            loans.pop(PARAMETER).store()
             self.gatherer.publish(state.bucket)
         elif publish:
             self._publish(state, weight)
-        for loan in loans.values():
-            loan.store()
+        state.put_back(loans, keep)
 
     def _publish(self, state: State, weight: Tensor) -> None:
         """Puts a bucket's weights into the parameters, and begins to gather what stays whole."""
@@ -164,7 +159,7 @@ class Optimizer:
     @contextmanager
     def held(self, state: State, parts: Iterable[str], write: bool = False) -> Iterator[dict[str, Tensor]]:
         """Some parts of a bucket's state, to read, or to write: then what was written is kept, and published."""
-        loans = {part: state.homes[part].fetch() for part in parts}
+        loans = state.fetch(parts)
         try:
             yield {part: loan.wait() for part, loan in loans.items()}
         except BaseException:
@@ -172,8 +167,7 @@ class Optimizer:
             raise
         if write and WEIGHT in loans:
             self._publish(state, loans[WEIGHT].wait())
-        for loan in loans.values():
-            loan.store() if write else loan.drop()
+        store_all(loans) if write else drop_all(loans)
 
     def finish_delayed(self) -> None:
         """Waits for the update that runs beside the step, if there is one: then states are whole, parameters late."""
@@ -203,44 +197,13 @@ class Optimizer:
         if self._under_way is not None:
             wait((self._under_way,))
         self._under_way, self._broken = None, False
+        for state in self.states:
+            drop_all(state.kept)
 
     def settle(self) -> None:
         """Waits until updates are done and in the parameters, and all that stay whole are."""
         self.publish_delayed()
         self.gatherer.settle()
-
-
-def on_loan(wanted: Iterable[tuple[State, Mapping[str, Home]]]) -> Iterator[tuple[State, dict[str, Loan]]]:
-    """What is wanted of each state, one after the other; the next one is on its way meanwhile."""
-    coming: deque[tuple[State, dict[str, Loan]]] = deque()
-    try:
-        for state, homes in wanted:
-            coming.append((state, {part: home.fetch() for part, home in homes.items()}))
-            if len(coming) > UPDATES_AHEAD:
-                yield coming.popleft()
-        while coming:
-            yield coming.popleft()
-    finally:  # also where the reader stops early: what was fetched for it goes back
-        for _, loans in coming:
-            drop_all(loans)
-
-
-def drop_all(loans: Mapping[str, Loan]) -> None:
-    """Ends loans that come to nothing."""
-    for loan in loans.values():
-        loan.drop()
-
-
-def _new_state(bucket: Bucket, parts: tuple[str, ...], policy: Policy, delayed: bool) -> State:
-    """A bucket's state, where the policy wants it. On one device weights and parameters are the same memory, unless
-    the parameters are narrow, or in use while the weights are updated."""
-    device = bucket.group.params.device
-    tier = policy.optimizer_tier or memory_tier(device)
-    wide = bucket.home.dtype in (torch.float32, torch.float64)
-    here = bucket.home.device == (torch.device("cpu") if policy.optimizer_tier else device)
-    dtype = bucket.home.dtype if wide else torch.float32
-    weight = bucket.home if wide and here and not delayed else tier(bucket.share, dtype)
-    return State(bucket, {WEIGHT: weight, **{part: tier(bucket.share, dtype) for part in parts}})
 
 
 def _copy_to_host(home: Home) -> InMemory:

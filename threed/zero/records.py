@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from threed.sharding import Box, Piece, boxes
-from threed.zero.optimizer import WEIGHT as WEIGHT
-from threed.zero.optimizer import Optimizer, State, drop_all, on_loan
+from threed.zero.optimizer import Optimizer
+from threed.zero.state import WEIGHT as WEIGHT
+from threed.zero.state import State, drop_all, on_loan
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +66,8 @@ def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Recor
     """Records with their values [*box.size], which are views of this rank's state until the next one is asked for."""
     optimizer.finish_delayed()
     by_state = [(state, list(some)) for state, some in groupby(wanted, key=lambda record: record.state)]
-    homes = ((state, {r.part: state.homes[r.part] for r in some}) for state, some in by_state)
-    for (_, loans), (_, some) in zip(on_loan(homes), by_state, strict=True):
+    asked = ((state, state.fetch(dict.fromkeys(record.part for record in some))) for state, some in by_state)
+    for (_, loans), (_, some) in zip(on_loan(asked), by_state, strict=True):
         try:
             for record in some:
                 yield record, record.of(loans[record.part].wait())

@@ -73,7 +73,9 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
         zero_stage=policy.stage, moments=moments,
     )  # fmt: skip
     for drive in policy.drives:
-        drive.count = drive_buffers(gathered if drive is policy.params_tier else 0, loans)
+        mine = gathered if drive is policy.params_tier else 0
+        drive.count = drive_buffers(mine, loans)
+        drive.idle = drive.count - drive_buffers(mine, 0)
         drive.nbytes = max((b.share for group in layout.groups for b in group.buckets), default=1) * width
 
 

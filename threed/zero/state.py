@@ -1,0 +1,138 @@
+"""What the optimizer keeps for each bucket slice, where that lives, and how it comes and goes.
+
+    state = new_state(bucket, parts, policy, delayed)
+    for state, loans in on_loan((state, state.fetch(parts)) for state in states):     the next one comes meanwhile
+        loans["weight"].wait()                                                        [n]
+
+An update takes `fetch_for_update` and ends with `put_back`, which may leave states in buffers that nobody needs before
+the next update: `fetch` stores those first, so that what is at home is never old for anyone else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from threed.memory.tiers import Drive, Home, Loan, OnDrive, memory_tier
+from threed.planner.memory import UPDATES_AHEAD
+from threed.zero.layout import Bucket, Policy
+
+WEIGHT = "weight"
+GRADIENT, PARAMETER = "gradient", "parameter"  # what an update has on loan beside a bucket's state
+
+
+@dataclass(eq=False)
+class State:
+    """What the optimizer keeps for a bucket slice [n]: the weights it updates, and what its rule keeps beside them.
+
+    The weights are the parameter slice itself unless parameters are narrower than fp32, or frozen, or the optimizer
+    works on another device.
+    """
+
+    bucket: Bucket
+    homes: dict[str, Home]
+    kept: dict[str, Loan] = field(default_factory=dict)  # newer than what is at home
+
+    @property
+    def weight(self) -> Home:
+        """Of the weights: masters, at least fp32."""
+        return self.homes[WEIGHT]
+
+    @property
+    def shared(self) -> bool:
+        """Whether the weights are the parameter slice itself."""
+        return self.weight is self.bucket.home
+
+    @property
+    def may_keep(self) -> list[str]:
+        """The parts that only updates read, and from a drive."""
+        return [p for p, home in self.homes.items() if isinstance(home, OnDrive) and home is not self.bucket.home]
+
+    def fetch(self, parts: Iterable[str]) -> dict[str, Loan]:
+        """Begins to bring some parts; what was kept goes home before."""
+        store_all(self.kept)
+        return _fetch_all({part: self.homes[part] for part in parts}, {})
+
+    def fetch_for_update(self, gradient: Home) -> dict[str, Loan]:
+        """Begins to bring a slice of gradients, and all parts that were not kept."""
+        kept, self.kept = self.kept, {}
+        return _fetch_all({**self.homes, GRADIENT: gradient}, kept)
+
+    def put_back(self, loans: dict[str, Loan], keep: bool) -> None:
+        """Stores what was updated; keep: all but what others read, which the next update begins with."""
+        self.kept = {part: loans.pop(part) for part in self.may_keep} if keep else {}
+        store_all(loans)
+
+
+def on_loan(wanted: Iterable[tuple[State, dict[str, Loan]]]) -> Iterator[tuple[State, dict[str, Loan]]]:
+    """What is wanted of each state, one after the other; the next one is asked for, and on its way, meanwhile."""
+    coming: deque[tuple[State, dict[str, Loan]]] = deque()
+    try:
+        for both in wanted:
+            coming.append(both)
+            if len(coming) > UPDATES_AHEAD:
+                yield coming.popleft()
+        while coming:
+            yield coming.popleft()
+    finally:  # also where the reader stops early: what was fetched for it goes back
+        for _, loans in coming:
+            drop_all(loans)
+
+
+def drop_all(loans: dict[str, Loan]) -> None:
+    """Ends loans that come to nothing, and empties the dict."""
+    while loans:
+        loans.popitem()[1].drop()
+
+
+def store_all(loans: dict[str, Loan]) -> None:
+    """Ends loans whose values go home, and empties the dict."""
+    while loans:  # one that cannot be stored is over all the same
+        loans.popitem()[1].store()
+
+
+def _fetch_all(homes: Mapping[str, Home], loans: dict[str, Loan]) -> dict[str, Loan]:
+    """Adds to the loans what they lack of the homes; all or nothing."""
+    try:
+        for part, home in homes.items():
+            if part not in loans:
+                loans[part] = home.fetch()
+    except BaseException:
+        drop_all(loans)
+        raise
+    return loans
+
+
+def new_state(bucket: Bucket, parts: tuple[str, ...], policy: Policy, delayed: bool) -> State:
+    """A bucket's state, where the policy wants it. On one device weights and parameters are the same memory, unless
+    the parameters are narrow, or in use while the weights are updated."""
+    device = bucket.group.params.device
+    tier = policy.optimizer_tier or memory_tier(device)
+    wide = bucket.home.dtype in (torch.float32, torch.float64)
+    here = bucket.home.device == (torch.device("cpu") if policy.optimizer_tier else device)
+    dtype = bucket.home.dtype if wide else torch.float32
+    weight = bucket.home if wide and here and not delayed else tier(bucket.share, dtype)
+    return State(bucket, {WEIGHT: weight, **{part: tier(bucket.share, dtype) for part in parts}})
+
+
+def fitting(states: Sequence[State], policy: Policy) -> int:
+    """How many states an update may leave in the drive's idle buffers: not more than half, so that a small model's
+    drive is used, and fails, as a large one's is."""
+    drive, parts = policy.optimizer_tier, max((len(state.may_keep) for state in states), default=0)
+    return min(drive.idle // parts, len(states) // 2) if isinstance(drive, Drive) and parts else 0
+
+
+def in_turn(states: Sequence[State], middle: bool) -> list[int]:
+    """The order of updates, by number: layers that the next forward needs first are updated and gathered first.
+
+    middle: small ones between the others: a buffer is taken by what is kept at the ends, whatever its size.
+    """
+    turn, shares = list(reversed(range(len(states)))), [state.bucket.share for state in states]
+    if not middle:
+        return turn
+    small = [number for number in turn if 2 * shares[number] < max(shares)]
+    large = [number for number in turn if number not in small]
+    return large[: len(large) // 2] + small + large[len(large) // 2 :]
