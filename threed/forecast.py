@@ -230,12 +230,10 @@ def _offload(config: Config, layers: Sequence[LayerCost], data_ranks: int) -> Of
         tile = max((-(-layer.largest // zero.tile) for layer in blocks), default=0)
         whole = max(stage_parameters(layers) // PIECES, SMALLEST)
         bucket = min(int(zero.bucket_mib * MIB) // _widths(config)[1], max(sliced, tile) or whole)
-        loans = update_loans(
-            optimizer, params, narrow=_widths(config)[0] < 4, zero_stage=zero.stage,
-            moments=MOMENTS.get(config.optim.name, 2),
-        )  # fmt: skip
+        narrow, moments = _widths(config)[0] < 4, MOMENTS.get(config.optim.name, 2)
+        loans = update_loans(optimizer, params, narrow=narrow, zero_stage=zero.stage, moments=moments)
         gathered = (zero.prefetch + 1) * -(-sliced // bucket) + 2 * -(-tile // bucket)
-        count = drive_buffers(gathered if params else 0, loans)
+        count, _ = drive_buffers(gathered if params else 0, loans, optimizer * (moments + narrow))
         buffers = count * bucket // shards * max(4, *_widths(config))
     return Offload(
         zero.offload_optimizer != "none", zero.offload_params != "none", places[zero.offload_optimizer],

@@ -143,14 +143,18 @@ def _gathered(layers: Sequence[LayerCost], prefetch: int, resident: int, tile: i
     return max(whole, 2 * -(-max((layer.largest for layer in layers if layer not in rest), default=0) // tile))
 
 
-def drive_buffers(gathered: int, loans: int) -> int:
-    """How many buffers of a slice's size pass between memory and a drive; that does not grow with the layers.
+def drive_buffers(gathered: int, loans: int, state: int) -> tuple[int, int]:
+    """How many buffers of a slice's size pass between memory and a drive; how many of them are idle between updates.
 
-    gathered: slices of parameters that come from the drive at once. loans: see `update_loans`. In a step's forward and
-    backward there are those, and gradients: on their way, being added to, and being written. In its update what
-    the buckets that come need, the one at work, and the one that goes.
+    That does not grow with the layers. gathered: slices of parameters that come from the drive at once. loans: see
+    `update_loans`. state: parts of a bucket's state there, which fill the idle ones. In a step's forward and backward
+    there are what is gathered, and gradients: on their way, being added to, and being written. In its update what the
+    buckets that come need, the one at work, and the one that goes.
     """
-    return max(gathered + BUCKETS_IN_FLIGHT + 2, (UPDATES_AHEAD + 2) * loans)
+    busy = gathered + BUCKETS_IN_FLIGHT + 2
+    idle = max(0, (UPDATES_AHEAD + 2) * loans - busy)
+    idle += -idle % max(1, state)
+    return busy + idle, idle
 
 
 def update_loans(optimizer: bool, params: bool, *, narrow: bool, zero_stage: int, moments: int) -> int:

@@ -175,6 +175,12 @@ class Optimizer:
             self._under_way.result()
         self.check_whole()
 
+    def bring_home(self) -> None:
+        """Makes what is at home the newest there is, and frees the buffers of what was kept."""
+        self.finish_delayed()
+        for state in self.states:
+            store_all(state.kept)
+
     def publish_delayed(self) -> None:
         """Ends the update that runs beside the step, if there is one: parameters get its weights."""
         self.finish_delayed()

@@ -64,7 +64,7 @@ def _records_of(state: State, parts: tuple[str, ...] | None) -> Iterator[Record]
 
 def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
     """Records with their values [*box.size], which are views of this rank's state until the next one is asked for."""
-    optimizer.finish_delayed()
+    optimizer.bring_home()
     by_state = [(state, list(some)) for state, some in groupby(wanted, key=lambda record: record.state)]
     asked = ((state, state.fetch(dict.fromkeys(record.part for record in some))) for state, some in by_state)
     for (_, loans), (_, some) in zip(on_loan(asked), by_state, strict=True):
@@ -82,6 +82,7 @@ def fill(
     if parts is None:
         optimizer.discard()
     optimizer.settle()  # a step's gather may still read what is written here
+    optimizer.bring_home()
     optimizer.gatherer.release_all()  # and what is whole now would be old
     for state in (*optimizer.states, *optimizer.frozen):
         wanted = [part for part in state.homes if parts is None or part in parts]

@@ -68,14 +68,13 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
     ahead = range(zero.prefetch + 1)  # neighbours: an embedding is larger than the blocks behind it
     gathered = max((sum(slices[unit + n] for n in ahead) for unit in list(slices)), default=0) + 2 * tiles
     width = max(policy.param_dtype.itemsize, policy.grad_dtype.itemsize, 4)
+    narrow, swapped = policy.param_dtype.itemsize < 4, zero.offload_optimizer == "nvme"
     loans = update_loans(
-        zero.offload_optimizer == "nvme", zero.offload_params == "nvme", narrow=policy.param_dtype.itemsize < 4,
-        zero_stage=policy.stage, moments=moments,
-    )  # fmt: skip
+        swapped, zero.offload_params == "nvme", narrow=narrow, zero_stage=policy.stage, moments=moments
+    )
     for drive in policy.drives:
         mine = gathered if drive is policy.params_tier else 0
-        drive.count = drive_buffers(mine, loans)
-        drive.idle = drive.count - drive_buffers(mine, 0)
+        drive.count, drive.idle = drive_buffers(mine, loans, swapped * (moments + narrow))
         drive.nbytes = max((b.share for group in layout.groups for b in group.buckets), default=1) * width
 
 

@@ -5,7 +5,7 @@
         loans["weight"].wait()                                                        [n]
 
 An update takes `fetch_for_update` and ends with `put_back`, which may leave states in buffers that nobody needs before
-the next update: `fetch` stores those first, so that what is at home is never old for anyone else.
+the next update. Whoever else wants a state asks the optimizer to `bring_home` what was kept.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class State:
         return [p for p, home in self.homes.items() if isinstance(home, OnDrive) and home is not self.bucket.home]
 
     def fetch(self, parts: Iterable[str]) -> dict[str, Loan]:
-        """Begins to bring some parts; what was kept goes home before."""
-        store_all(self.kept)
+        """Begins to bring some parts from home, where they must be newest."""
+        if self.kept:
+            raise RuntimeError("call Optimizer.bring_home() first: newer values are in buffers")
         return _fetch_all({part: self.homes[part] for part in parts}, {})
 
     def fetch_for_update(self, gradient: Home) -> dict[str, Loan]:
