@@ -110,11 +110,11 @@ class Optimizer:
                 return
         if self.delayed is not None:
             kept = [Gradient(_copy_to_host(g.home), g.squares) for g in gradients]
-            self._under_way = self.delayed.submit(self._updatein_turn, kept, now, False)
+            self._under_way = self.delayed.submit(self._update_in_turn, kept, now, False)
         else:
-            self._updatein_turn(gradients, now, True)
+            self._update_in_turn(gradients, now, True)
 
-    def _updatein_turn(self, gradients: Sequence[Gradient], now: Moment, publish: bool) -> None:
+    def _update_in_turn(self, gradients: Sequence[Gradient], now: Moment, publish: bool) -> None:
         work = [(self.states[number], gradients[number].home) for number in self._turn]
         last = {id(state) for state, _ in work[len(work) - self._keep :]}
         self._broken = True
