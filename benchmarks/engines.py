@@ -102,6 +102,12 @@ class ThreeD:
         """Bytes this rank has sent so far, by axis, as threed counts them."""
         return dict(self.trainer.topology.traffic)
 
+    @property
+    def kept_mib(self) -> float:
+        """State that the last update left in the drive's buffers: it was not written, and the next does not read it."""
+        loans = [loan for state in self.trainer.optimizer.states for loan in state.kept.values()]
+        return sum(loan.wait().nbytes for loan in loans) / 2**20
+
 
 def make_trainer(config: GPTConfig, topology: Topology, settings: dict[str, Any]) -> Trainer:
     """threed's engine on a model of its own layers of the reference model's shapes."""
