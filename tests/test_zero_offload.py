@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs import Case, Result, batch, config_of, engine_of, share, train
+from configs import RECOMPUTE, Case, Result, batch, config_of, engine_of, share, train
 from harness import run_ranks
 from threed.memory.tiers import InMemory
 from threed.zero.reducer import Gradient
@@ -79,6 +80,36 @@ def test_without_data_ranks_offload_is_what_makes_slices(case: Case, tolerance: 
     run_ranks(case.world, check, case, ("none", "none"), places, tolerance)
     others = STATES[1:] if case.zero == 2 else [("nvme", "nvme"), ("nvme", "cpu"), ("cpu", "nvme")]
     run_ranks(case.world, check, case, places[0], others, 0.0)
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("shape", list(itertools.product((1, 2), repeat=3)), ids=lambda s: "pp{}-dp{}-tp{}".format(*s))
+def test_no_place_and_no_recompute_changes_a_bit(shape: tuple[int, int, int], stage: int) -> None:
+    """Every place of states and parameters with every recompute, clipped, with dropout, with and without accumulation;
+    without data ranks slices come with offload (above)."""
+    pp, dp, tp = shape
+    plain = Case(pp, dp, tp, dtype="fp32", zero=stage, dropout=0.1, bucket_mib=0.01)
+    places = STATES + (PARAMS if stage == 3 else [])
+    for microbatches in (1, 3):
+        case = replace(plain, microbatches=microbatches, sequence=tp > 1 and microbatches == 1)
+        run_ranks(case.world, check_places, case, [("none", "none"), *places], timeout=3600)
+
+
+def check_places(case: Case, places: list[Place]) -> None:
+    """Each place against the first, to rounding where one rank alone has slices; each recompute against its place."""
+    plain = train(at(case, places[0]))
+    for place in places:
+        want = train(at(case, place))
+        if plain.weights:
+            assert difference(want, plain) <= (0.0 if case.dp > 1 else 1e-6), place
+        for recompute in RECOMPUTE:
+            if recompute == "sliced" and (case.tp == 1 or case.sequence):
+                continue  # refused: nobody to slice over, or sliced already
+            got = train(replace(at(case, place), recompute=recompute))
+            if want.weights:
+                assert difference(got, want) == 0.0, (place, recompute)
 
 
 # ------------------------------------------------------------------------------------------------------ delayed update
