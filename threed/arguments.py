@@ -314,7 +314,8 @@ def _close_flags(name: str) -> list[str]:
     group, _, key = name.rpartition(".")
     close = [flag for flag, short in keys.items() if short == key] if group not in GROUPS else []
     close = close or difflib.get_close_matches(name, [*keys, *_WORDS, *_SWITCHES], 1, 0.75)
-    close = close or [flag for flag, short in keys.items() if short in difflib.get_close_matches(key, keys.values(), 1)]
+    alike = difflib.get_close_matches(key, keys.values(), 1, 0.7)
+    close = close or [flag for flag, short in keys.items() if short in alike]
     return [f"--{flag}" for flag in close[:3]]
 
 
