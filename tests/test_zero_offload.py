@@ -82,6 +82,22 @@ def test_without_data_ranks_offload_is_what_makes_slices(case: Case, tolerance: 
     run_ranks(case.world, check, case, places[0], others, 0.0)
 
 
+def train_one_bucket(microbatches: int, place: str, dp: int) -> list[float]:
+    case = Case(dp=dp, zero=2, layers=1, dtype="fp32", microbatches=microbatches, offload_optimizer=place)
+    config = config_of(case)
+    config = config.model_copy(update={"optim": config.optim.model_copy(update={"weight_decay": 0.0})})
+    engine, rows = engine_of(config), config.train.global_batch
+    assert len(engine.layout.buckets) == 1
+    return [engine.step(share(batch(step, rows), engine.topology)).grad_norm for step in range(3)]
+
+
+@pytest.mark.parametrize(("dp", "microbatches"), [(1, 3), (2, 2), (2, 4)])
+def test_a_bucket_that_is_still_on_its_way_home_is_waited_for(dp: int, microbatches: int) -> None:
+    """With one bucket, the next micro-batch's gradients leave right after, and are added to what comes from there."""
+    memory, drive = (run_ranks(dp, train_one_bucket, microbatches, place, dp)[0] for place in ("cpu", "nvme"))
+    assert drive == memory
+
+
 @pytest.mark.grid
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
 from threed.config import Config
 from threed.engine import Engine
-from threed.memory.io import SwapError
-from threed.memory.tiers import Drive
+from threed.memory.io import Disk, SwapError
+from threed.memory.tiers import Drive, Loan
+from threed.zero.state import State
 
 CASE = Case(dp=2, zero=3, dtype="fp32", layers=2, offload_optimizer="nvme", offload_params="nvme", microbatches=1)
 
@@ -264,3 +266,77 @@ def keep_and_look(folder: Path, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_states_kept_in_buffers_are_the_ones_that_count(tmp_path: Path, dtype: str) -> None:
     run_ranks(1, keep_and_look, tmp_path, dtype)
+
+
+KEPT = Case(zero=3, layers=3, offload_optimizer="nvme", dtype="bf16", bucket_mib=0.01)
+
+
+def fail_while_values_move(folder: Path) -> None:
+    """A load that breaks off, and a drive that takes nothing while a save brings home what was kept: neither is saved
+    nor trained on, until a load comes through."""
+    engine, twin = (
+        engine_of(config_in(folder / "swap", KEPT)),
+        engine_of(config_of(replace(KEPT, offload_optimizer="cpu"))),
+    )
+    for each in (engine, twin):
+        steps(each, 1)
+    engine.save(folder / "good")
+    good = state_of(engine)
+
+    def fails(*_: object) -> torch.Tensor:
+        raise SwapError(5, "Input/output error")
+
+    for owner, name, attempt in (
+        (native.Reader, "box", lambda: engine.load(folder / "good")),
+        (Disk, "write", lambda: engine.save(folder / "bad")),
+    ):
+        steps(engine, 1)
+        assert any(state.kept for state in engine.optimizer.states)
+        inner = getattr(owner, name)
+        setattr(owner, name, fails)
+        with pytest.raises((OSError, CheckpointError), match="Input/output"):
+            attempt()
+        setattr(owner, name, inner)
+        for refused in (lambda: engine.save(folder / "bad"), lambda: steps(engine, 1)):
+            with pytest.raises((RuntimeError, CheckpointError), match="load a checkpoint"):
+                refused()
+        engine.load(folder / "good")
+        assert distance(state_of(engine), good) == 0.0
+    for each in (engine, twin):
+        steps(each, 2)
+    assert distance(state_of(engine), state_of(twin)) == 0.0
+    assert lent(engine) == 0
+
+
+def test_a_load_or_a_save_that_fails_halfway_leaves_nothing_mixed(tmp_path: Path) -> None:
+    run_ranks(1, fail_while_values_move, tmp_path)
+
+
+def break_one_rank_at_the_end(folder: Path) -> None:
+    """The last bucket's state does not come home on one rank; after a load all ranks go on in the same order."""
+    case = replace(KEPT, dp=2, zero=2, microbatches=1)
+    engine, twin = (engine_of(config_in(folder / name, case)) for name in ("one", "other"))
+    for each, name in ((engine, "a"), (twin, "b")):
+        steps(each, 1)
+        each.save(folder / name)
+    inner, calls = State.put_back, 0
+
+    def put_back(self: State, loans: dict[str, Loan], keep: bool) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == len(engine.optimizer.states) and engine.topology.rank == 1:
+            raise OSError(5, "Input/output error")
+        inner(self, loans, keep)
+
+    State.put_back = put_back  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="Input/output") if engine.topology.rank == 1 else nullcontext():
+        steps(engine, 1)
+    State.put_back = inner  # type: ignore[method-assign]
+    engine.load(folder / "a")
+    twin.load(folder / "b")
+    assert steps(engine, 3) == steps(twin, 3)
+    assert distance(state_of(engine), state_of(twin)) == 0.0
+
+
+def test_ranks_update_in_the_same_order_after_one_failed(tmp_path: Path) -> None:
+    run_ranks(2, break_one_rank_at_the_end, tmp_path)

@@ -34,11 +34,11 @@ from threed.zero.state import (
     WEIGHT,
     State,
     drop_all,
-    fitting,
-    in_turn,
+    most_kept,
     new_state,
     on_loan,
     store_all,
+    update_order,
 )
 
 
@@ -70,12 +70,12 @@ class Optimizer:
         self.learning_rate, self.grad_clip = learning_rate, grad_clip
         self.states = [new_state(bucket, rule.parts, layout.policy, delayed) for bucket in layout.buckets]
         self.frozen = [State(bucket, {WEIGHT: bucket.home}) for bucket in layout.frozen]
-        self._keep = fitting(self.states, layout.policy)
-        self._turn = in_turn(self.states, middle=self._keep > 0)
+        self._keep = most_kept(self.states, layout.policy)
+        self._turn = update_order(self.states, middle=self._keep > 0)
         self.on_host = not (layout.policy.optimizer_tier is None and layout.policy.params_tier is None)
         self.delayed = ThreadPoolExecutor(1, "delayed-update") if delayed else None
         self._under_way: Future[None] | None = None
-        self._broken = False  # whether an update began and did not end
+        self._torn = False  # whether a change of states began and did not end
         device = layout.groups[0].params.device if layout.groups else torch.device("cpu")
         self.updates = torch.zeros((), dtype=torch.float64, device=device)  # done so far; a skipped step is none
         self.skips = torch.zeros((), dtype=torch.float64, device=device)
@@ -115,18 +115,16 @@ class Optimizer:
             self._update_in_turn(gradients, now, True)
 
     def _update_in_turn(self, gradients: Sequence[Gradient], now: Moment, publish: bool) -> None:
-        work = [(self.states[number], gradients[number].home) for number in self._turn]
+        turn = self._turn[::-1] if self._keep and int(now.step) % 2 else self._turn  # alike on all ranks
+        work = [(self.states[number], gradients[number].home) for number in turn]
         last = {id(state) for state, _ in work[len(work) - self._keep :]}
-        self._broken = True
-        for state, loans in on_loan((state, state.fetch_for_update(home)) for state, home in work):
-            try:
-                self._update(state, loans, now, publish, keep=id(state) in last)
-            except BaseException:
-                drop_all(loans)
-                raise
-        self._broken = False
-        if self._keep:
-            self._turn.reverse()
+        with self.changing():
+            for state, loans in on_loan((state, state.fetch_for_update(home)) for state, home in work):
+                try:
+                    self._update(state, loans, now, publish, keep=id(state) in last)
+                except BaseException:
+                    drop_all(loans)
+                    raise
 
     def _update(self, state: State, loans: dict[str, Loan], now: Moment, publish: bool, keep: bool) -> None:
         """One bucket's update; the parameters get the new weights in the same pass where they are at hand."""
@@ -178,8 +176,9 @@ class Optimizer:
     def bring_home(self) -> None:
         """Makes what is at home the newest there is, and frees the buffers of what was kept."""
         self.finish_delayed()
-        for state in self.states:
-            store_all(state.kept)
+        with self.changing():
+            for state in self.states:
+                store_all(state.kept)
 
     def publish_delayed(self) -> None:
         """Ends the update that runs beside the step, if there is one: parameters get its weights."""
@@ -190,19 +189,26 @@ class Optimizer:
                     pass
             self._under_way = None
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """What the block changes is whole again only when it ends; where it breaks off, only after a load."""
+        self._torn = True
+        yield
+        self._torn = False
+
     def check_whole(self) -> None:
-        """Raises RuntimeError when an update broke off in the middle."""
-        if self._broken:
+        """Raises RuntimeError when a change broke off in the middle."""
+        if self._torn:
             raise RuntimeError(
-                "an update broke off (see the first error): some weights are a step older than others, and training"
-                " on, or saving, would mix them; load a checkpoint"
+                "an update, or a load, broke off (see the first error): some values are a step older than others, and"
+                " training on, or saving, would mix them; load a checkpoint"
             )
 
     def discard(self) -> None:
-        """Everything is about to be overwritten: what an update left undone does not matter any more."""
+        """Everything is about to be overwritten: what an update left undone, or in buffers, matters no more."""
         if self._under_way is not None:
             wait((self._under_way,))
-        self._under_way, self._broken = None, False
+        self._under_way = None
         for state in self.states:
             drop_all(state.kept)
 

@@ -81,12 +81,15 @@ def fill(
     """Sets every box this rank holds from `source(part, piece, box)` [*box.size] and makes the parameters whole."""
     if parts is None:
         optimizer.discard()
-    optimizer.settle()  # a step's gather may still read what is written here
-    optimizer.bring_home()
-    optimizer.gatherer.release_all()  # and what is whole now would be old
-    for state in (*optimizer.states, *optimizer.frozen):
-        wanted = [part for part in state.homes if parts is None or part in parts]
-        with optimizer.held(state, wanted, write=True) as held:
-            for record in _records_of(state, parts):
-                record.of(held[record.part]).copy_(source(record.part, record.piece, record.box))
-    optimizer.gatherer.settle()
+    else:
+        optimizer.settle()
+        optimizer.bring_home()
+    with optimizer.changing():
+        optimizer.gatherer.settle()  # a step's gather may still read what is written here
+        optimizer.gatherer.release_all()  # and what is whole now would be old
+        for state in (*optimizer.states, *optimizer.frozen):
+            wanted = [part for part in state.homes if parts is None or part in parts]
+            with optimizer.held(state, wanted, write=True) as held:
+                for record in _records_of(state, parts):
+                    record.of(held[record.part]).copy_(source(record.part, record.piece, record.box))
+        optimizer.gatherer.settle()

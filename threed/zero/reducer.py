@@ -58,11 +58,11 @@ class Sink:
 
     def __init__(self, reducer: Reducer, slot: Slot, uses: int) -> None:
         self.reducer, self.slot, self.uses = reducer, slot, uses
-        self.due = self.seen = 0
+        self.due = self.seen = self.late = 0  # contributions: to come, in memory, kept aside
 
     def begin(self, passes: int) -> None:
         """Expects a round's contributions: so many in each of its micro-batches."""
-        self.due, self.seen = self.uses * passes, 0
+        self.due, self.seen, self.late = self.uses * passes, 0, 0
 
     def add(self, grad: Tensor) -> None:
         """Adds a whole gradient."""
@@ -206,8 +206,7 @@ class Reducer:
             if not self.sink_of(slot).seen:
                 self.memory.missing(slot, bucket)
         self._begun += 1
-        while self.rounds and len(self._travelling) >= BUCKETS_IN_FLIGHT:
-            self._land()
+        self._make_way(bucket)
         window, add = self.memory.leave(bucket), self.rounds and not self._first
         loan = bucket.grad.fetch() if add else bucket.grad.blank()
         shard, into = bucket.group.shard, loan.values
@@ -222,6 +221,15 @@ class Reducer:
         at_hand = not add or isinstance(bucket.grad, InMemory)
         if self.rounds and at_hand and shard.size == 1 and not _early(bucket):
             self._land()  # there is nothing to wait for
+
+    def _make_way(self, bucket: Bucket) -> None:
+        """Lands what is too much under way, and what an earlier round sent of this bucket: it is about to be read."""
+        while self.rounds and len(self._travelling) >= BUCKETS_IN_FLIGHT:
+            self._land()
+        while any(t.bucket is bucket for t in self._travelling):
+            self._land()
+        while any(t.bucket is bucket for t, _ in self._arriving):
+            self._arrive()
 
     def _land(self) -> None:
         """Waits for the bucket that has been on its way longest."""
@@ -261,7 +269,7 @@ class Reducer:
             self._start()
         if self.dynamic:
             for sink in self.sinks:
-                sink.uses = -(-sink.seen // self._passes)
+                sink.uses = -(-(sink.seen + sink.late) // self._passes)
 
     def all_passes_ended(self, chunk: int = 0) -> None:
         """The step's backwards are over; gradients that are kept in full leave."""
@@ -319,7 +327,7 @@ class Reducer:
         """Adds up what came too late in this step."""
         if not self.dynamic:
             raise too_late(self.sink_of(slot))
-        self.sink_of(slot).seen += 1
+        self.sink_of(slot).late += 1
         if id(slot) in self._aside:
             self._aside[id(slot)][1].add_(grad)
         else:

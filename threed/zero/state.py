@@ -119,14 +119,14 @@ def new_state(bucket: Bucket, parts: tuple[str, ...], policy: Policy, delayed: b
     return State(bucket, {WEIGHT: weight, **{part: tier(bucket.share, dtype) for part in parts}})
 
 
-def fitting(states: Sequence[State], policy: Policy) -> int:
+def most_kept(states: Sequence[State], policy: Policy) -> int:
     """How many states an update may leave in the drive's idle buffers: not more than half, so that a small model's
     drive is used, and fails, as a large one's is."""
     drive, parts = policy.optimizer_tier, max((len(state.may_keep) for state in states), default=0)
     return min(drive.idle // parts, len(states) // 2) if isinstance(drive, Drive) and parts else 0
 
 
-def in_turn(states: Sequence[State], middle: bool) -> list[int]:
+def update_order(states: Sequence[State], middle: bool) -> list[int]:
     """The order of updates, by number: layers that the next forward needs first are updated and gathered first.
 
     middle: small ones between the others: a buffer is taken by what is kept at the ends, whatever its size.
