@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from benchmarks.engines import ENGINES
 from benchmarks.reference import PRESETS
 from benchmarks.suites import OFFLOADS, STAGES, SUITES, Suite, wire_mib
 
+ROOT = Path(__file__).resolve().parents[1]
 PSI = PRESETS["base"].parameters
 
 
@@ -134,6 +139,33 @@ def test_what_swaps_reads_and_writes_the_state(tmp_path: Path) -> None:
     assert read == pytest.approx(moved, rel=0.1) or read == 0  # 0 where the folder is in memory
     assert written == pytest.approx(moved, rel=0.1) or written == 0
     assert not list(tmp_path.iterdir())
+
+
+def records(script: str, *options: str) -> list[dict[str, Any]]:
+    """The JSON lines of a benchmark script that runs small."""
+    out = subprocess.check_output([sys.executable, f"benchmarks/{script}", *options], cwd=ROOT, text=True)
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.slow
+def test_the_pipelined_update_is_measured_beside_its_parts(tmp_path: Path) -> None:
+    sizes = ("--layers", "1", "--rounds", "3", "--bucket-mib", "4")
+    (record,) = records("swap.py", *sizes, "--folder", str(tmp_path))
+    assert set(record["seconds"]) == {"pipelined", "io", "compute"}
+    assert record["parameters"] > 12e6
+    assert record["overlap"] > 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_drive_and_adam_are_measured(tmp_path: Path) -> None:
+    sizes = ("--rounds", "2", "--tensors", "2", "--mib", "1")
+    drive = records("nvme.py", *sizes, "--only", "threed", "o_direct", "--dir", str(tmp_path))
+    assert len(drive) > 1
+    assert not list(tmp_path.iterdir())
+    (adam, *_) = records("adam.py", "--numel", "100000", "--rounds", "2", "--only", "threed", "--quiet", "99")
+    assert adam["impl"] == "threed"
+    assert adam["full"]["best_ms"] > 0
 
 
 @pytest.mark.slow
