@@ -105,7 +105,8 @@ def main() -> None:
     print(json.dumps({
         "parameters": swapped.layout.parameters, "rounds": args.rounds, "threads": args.threads, "seconds": medians,
         "range": {name: [min(found), max(found)] for name, found in times.items()},
-        "gb_s": moved / sum(times["io"]) / 1e9, "overlap": statistics.median(ratios), "overlap_range": [min(ratios), max(ratios)],
+        "gb_s": moved / sum(times["io"]) / 1e9, "overlap": statistics.median(ratios),
+        "overlap_range": [min(ratios), max(ratios)],
     }))  # fmt: skip
 
 
