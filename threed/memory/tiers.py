@@ -196,6 +196,7 @@ class OnDrive:
         self.hold(numel, dtype)
         self.offset = drive.disk.reserve(self.nbytes)
         self.writing: Transfer | None = None
+        self.loans = 0  # that are out
 
     def hold(self, numel: int, dtype: torch.dtype) -> None:
         """Other values from now on, which must fit into the region."""
@@ -219,6 +220,7 @@ class _OnTheWay:
 
     def __init__(self, home: OnDrive, buffer: Tensor, values: Tensor, reading: Transfer | None) -> None:
         self.home, self._buffer, self.values, self._reading = home, buffer, values, reading
+        home.loans += 1
 
     def wait(self) -> Tensor:
         if self._reading is not None:
@@ -228,8 +230,11 @@ class _OnTheWay:
 
     def store(self) -> None:
         home = self.home
+        home.loans -= 1
         try:
             values = self.wait()
+            if home.loans:  # it was read before this is written, and would be used, or stored, as if it were new
+                raise RuntimeError("values were borrowed twice, and the second loan is older than what is stored now")
             if home.writing is not None:  # two writes of one region must not overtake each other
                 home.writing.wait()
             home.writing = home.drive.disk.write(home.offset, values)
@@ -239,6 +244,7 @@ class _OnTheWay:
         home.drive.give_after(home.writing, self._buffer)
 
     def drop(self) -> None:
+        self.home.loans -= 1
         try:
             self.wait()
         finally:
