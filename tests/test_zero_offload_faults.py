@@ -24,6 +24,7 @@ from threed.config import Config
 from threed.engine import Engine
 from threed.memory.io import Disk, SwapError
 from threed.memory.tiers import Drive, Loan
+from threed.zero.reducer import Gradient
 from threed.zero.state import State
 
 CASE = Case(dp=2, zero=3, dtype="fp32", layers=2, offload_optimizer="nvme", offload_params="nvme", microbatches=1)
@@ -126,6 +127,28 @@ def fail_on_one_rank(folder: Path) -> None:
 def test_the_rank_whose_drive_fails_is_the_one_that_is_named(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 1: .*SwapError.*rank 1"):
         run_ranks(2, fail_on_one_rank, tmp_path)
+
+
+def try_again(folder: Path) -> None:
+    """A step whose gradients cannot be read is none: tried again, it has the same dropout, and counts once."""
+    case = Case(dp=2, zero=2, layers=2, dropout=0.1, offload_optimizer="nvme", microbatches=1)
+    engine, twin = (engine_of(config_in(folder / name, case)) for name in ("one", "other"))
+    inner = engine.reducer.finish
+
+    def fails() -> list[Gradient]:
+        raise SwapError(5, "Input/output error")
+
+    engine.reducer.finish = fails  # type: ignore[method-assign]
+    with pytest.raises(SwapError, match="Input/output"):
+        steps(engine, 1)
+    engine.reducer.finish = inner  # type: ignore[method-assign]
+    assert steps(engine, 2) == steps(twin, 2)
+    assert (engine.steps, engine.consumed) == (twin.steps, twin.consumed)
+    assert distance(state_of(engine), state_of(twin)) == 0.0
+
+
+def test_a_step_that_failed_is_tried_again_as_it_was(tmp_path: Path) -> None:
+    run_ranks(2, try_again, tmp_path)
 
 
 def moments_survive(folder: Path) -> None:

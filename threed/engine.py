@@ -254,8 +254,9 @@ class Engine:
         losses = self.executor.run(self._plan(len(micros)), micros, self._boundary(batch))
         self._backwards_s = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
-        self.consumed += self.batches.rows(batch) * self.topology.dp
-        return self.update(self._carry(losses), tokens)
+        metrics = self.update(self._carry(losses), tokens)
+        self.consumed += self.batches.rows(batch) * self.topology.dp  # as `steps`: only of a step that was done
+        return metrics
 
     def begin(self, microbatches: int) -> None:
         """Begins an optimizer step of so many micro-batches; `step` does this by itself."""
