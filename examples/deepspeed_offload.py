@@ -4,8 +4,8 @@ python examples/deepspeed_offload.py
 torchrun --standalone --nproc-per-node 2 examples/deepspeed_offload.py examples/ds_offload.json
 
 That file offloads parameters and optimizer states to a drive (runs/swap; name a folder on your NVMe). Write "cpu" or
-"none" for a device, and the losses stay the same. The model is built on the meta device: what the drive holds has never
-been in memory as a whole. Nothing is downloaded.
+"none" for a device, and the losses stay the same (on one rank, "none" rounds differently). The model is built on the
+meta device: what the drive holds has never been in memory as a whole. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -49,5 +49,8 @@ def train(config: str | Path, steps: int = STEPS) -> list[float]:
 
 
 if __name__ == "__main__":
-    train(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).with_name("ds_offload.json"))
+    try:
+        train(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).with_name("ds_offload.json"))
+    except (ValueError, OSError) as error:  # of the file, or of the drive it names
+        sys.exit(str(error))
     collectives.leave()

@@ -22,6 +22,7 @@ from threed import collectives
 from threed.arguments import format_problems, load_checked
 from threed.config import ConfigError, ModelConfig, resolve
 from threed.data import open_data
+from threed.memory.io import SwapError
 
 # What this program's keys are unless the command line says otherwise. At these sizes resident would keep all of it.
 DEFAULTS = {
@@ -43,12 +44,9 @@ def build_model(c: ModelConfig) -> GPT2LMHeadModel:
 
 def main() -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    try:
-        config, _ = load_checked(sys.argv[1:], defaults=DEFAULTS, presets=Path(), world_size=world)
-        if config.parallel.pp * config.parallel.tp > 1:
-            raise ConfigError(["a wrapped module is not cut: use --parallel.pp 1 and --parallel.tp 1"])
-    except ConfigError as error:
-        sys.exit(format_problems(error.problems))
+    config, _ = load_checked(sys.argv[1:], defaults=DEFAULTS, presets=Path(), world_size=world)
+    if config.parallel.pp * config.parallel.tp > 1:
+        raise ConfigError(["a wrapped module is not cut: use --parallel.pp 1 and --parallel.tp 1"])
     d, train = config.data, config.train
     data = open_data(d.path, d.tokenizer, d.split, config.model.seq, train.seed)
     config = resolve(config, data.vocab, world)
@@ -68,4 +66,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ConfigError as error:
+        sys.exit(format_problems(error.problems))
+    except SwapError as error:  # of the drive
+        sys.exit(str(error))

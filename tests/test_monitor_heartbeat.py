@@ -36,6 +36,19 @@ def test_slowest_is_the_lowest_step_then_the_oldest_beat(tmp_path: Path) -> None
     assert slowest(tmp_path).startswith("rank 1 last seen step 40, phase optimizer, 0.0 s ago")
 
 
+def test_a_rank_whose_process_has_ended_is_named_before_any_other(tmp_path: Path) -> None:
+    Heartbeat(tmp_path, 0).beat(7, "step")
+    child = os.fork()
+    if child == 0:
+        Heartbeat(tmp_path, 1).beat(9, "step")
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it is over, and not yet gone from the table
+    named = "rank 1, whose process has ended, last seen step 9, phase step"
+    assert slowest(tmp_path).startswith(named)
+    os.waitpid(child, 0)
+    assert slowest(tmp_path).startswith(named)
+
+
 def test_ranks_that_never_beat_and_files_of_a_larger_run(tmp_path: Path) -> None:
     assert slowest(tmp_path / "none") == f"no heartbeat in {tmp_path / 'none'}"
     for rank in (0, 1, 7):

@@ -116,6 +116,8 @@ def _convert(a: argparse.Namespace) -> None:
 
 
 def _inspect(a: argparse.Namespace) -> None:
+    if not a.checkpoint and not Path(a.drive).is_dir():
+        raise ValueError(f"--drive {a.drive}: there is no such folder")
     print(_checkpoint_facts(a.checkpoint) if a.checkpoint else _machine_facts(a.drive))
 
 

@@ -49,7 +49,8 @@ def draw(
     if spans and any(spans):
         bubble = span_and_bubble(spans)[1]
         subtitle = f"measured bubble {bubble:.1%}, ideal {forecast.bubble:.1%}; {forecast.microbatches} micro-batches"
-        title = f"One step of {forecast.config.parallel.schedule} on {len(spans)} pipeline ranks, as it ran"
+        ranks = f"{len(spans)} pipeline rank{'s' * (len(spans) > 1)}"
+        title = f"One step of {forecast.config.parallel.schedule} on {ranks}, as it ran"
         (out / "pipeline.svg").write_text(svg(spans, title, subtitle, unit="s"))
         drawn.append(out / "pipeline.svg")
     if figures.memory_figure(memory, out / "memory.svg"):

@@ -127,7 +127,11 @@ class Engine:
         self.model = self._as_model(model)
         self.wrapped = self.model if isinstance(self.model, Wrapped) else None
         if config.zero.tile != self.model.slicing.tile:
-            fix = "build it with Slicing(..., tile=config.zero.tile)" if self.wrapped is None else "leave it out"
+            fix = (
+                "build it with Slicing(..., tile=config.zero.tile)"
+                if self.wrapped is None
+                else "modules are wrapped whole: leave it out"
+            )
             raise ConfigError(
                 [f"--zero.tile {config.zero.tile}: this model is cut into {self.model.slicing.tile}; {fix}"]
             )

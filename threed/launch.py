@@ -142,7 +142,8 @@ def _drive_problems(folder: str | None) -> list[str]:
     there = _existing(Path(folder))
     if there.is_dir() and os.access(there, os.W_OK):
         return []
-    return [f"--zero.nvme-path {folder} cannot be made in {there}: name a folder that this user can write to"]
+    why = "may not be written by this user, or is on a read-only drive" if there.is_dir() else "is not a folder"
+    return [f"--zero.nvme-path {folder}: {there} {why}; name a folder on the drive"]
 
 
 def _existing(folder: Path) -> Path:

@@ -313,8 +313,16 @@ class Trainer:
     def _resume_command(self) -> str:
         """What to type to train on."""
         program, *flags = self.command
+        if self.config.checkpoint.resume == "none":  # said once: again, it would set this run's checkpoints aside
+            flags = _without(flags, "--checkpoint.resume")
         ranks = f"--standalone --nproc-per-node {self.topology.world}"
         return f"torchrun {ranks} {program} {shlex.join(flags)}"
+
+
+def _without(flags: list[str], key: str) -> list[str]:
+    """Flags but one, given as `--key value` or `--key=value`."""
+    at = {n for n, flag in enumerate(flags) if flag == key}
+    return [f for n, f in enumerate(flags) if not ({n, n - 1} & at or f.startswith(f"{key}="))]
 
 
 def _allocated(device: torch.device) -> int:

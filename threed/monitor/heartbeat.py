@@ -5,7 +5,8 @@
     slowest("runs/demo/heartbeat", world_size=8)         # 'rank 3 last seen step 41, phase recv_forward, 12.3 s ago'
 
 When one rank stalls, the healthy ranks time out first, and the launcher names one of them as the root cause. These
-files tell who really stopped: the rank whose last beat has the lowest step, and among equals the oldest time.
+files tell who really stopped: a rank whose process is gone, else the one whose last beat has the lowest step, and among
+equals the oldest time.
 
 A beat overwrites a record of fixed size in place, with one pwrite on an open file: no rename, no truncation, no fsync.
 A reader can catch it half written (seen on ext4: new first bytes, old last ones), so the record carries a CRC, and the
@@ -18,12 +19,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import time
 import zlib
 from pathlib import Path
 from typing import Any
 
-RECORD_BYTES = 256
+RECORD_BYTES = 320
 
 
 class Heartbeat:
@@ -42,7 +44,8 @@ class Heartbeat:
 
         A disk that fails is no reason to stop training: the beat is then lost without a word.
         """
-        record = {"rank": self._rank, "step": step, "phase": phase, "time": time.time(), "pid": os.getpid()}
+        place = {"pid": os.getpid(), "host": platform.node()}
+        record = {"rank": self._rank, "step": step, "phase": phase, "time": time.time(), **place}
         line = _sealed(record)
         if len(line) >= RECORD_BYTES:
             raise ValueError(f"phase name of {len(phase)} characters does not fit a heartbeat; use at most 100")
@@ -57,7 +60,7 @@ class Heartbeat:
 
 
 def read_all(folder: str | Path) -> list[dict[str, Any]]:
-    """The last beat of every rank, in rank order: {"rank", "step", "phase", "time" (seconds since 1970), "pid"}."""
+    """The last beat of every rank, in rank order: rank, step, phase, time (seconds since 1970), pid and host."""
     beats = [_read(path) for path in Path(folder).glob("rank-*.json")]
     return sorted((beat for beat in beats if beat is not None), key=lambda beat: int(beat["rank"]))
 
@@ -76,9 +79,20 @@ def slowest(folder: str | Path, world_size: int | None = None, now: float | None
             return f"never seen: rank {', '.join(map(str, missing))} (no heartbeat in {folder})"
     if not beats:
         return f"no heartbeat in {folder}"
-    last = min(beats, key=lambda beat: (beat["step"], beat["time"]))
+    gone = [beat for beat in beats if beat.get("host") == platform.node() and _has_ended(beat["pid"])]
+    last = min(gone or beats, key=lambda beat: (beat["step"], beat["time"]))
     age = (time.time() if now is None else now) - last["time"]
-    return f"rank {last['rank']} last seen step {last['step']}, phase {last['phase']}, {age:.1f} s ago"
+    who = f"rank {last['rank']}, whose process has ended," if gone else f"rank {last['rank']}"
+    return f"{who} last seen step {last['step']}, phase {last['phase']}, {age:.1f} s ago"
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process of this machine is no more; one that its parent has not asked after yet is not, either."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return Path("/proc/self").exists()  # else there is nothing to learn here
+    return status.rpartition(")")[2].split()[0] in "ZX"
 
 
 def _sealed(record: dict[str, Any]) -> bytes:
