@@ -81,8 +81,22 @@ def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) ->
 
 
 def test_llama_trains_on_one_rank_and_its_export_loads(folder: Path) -> None:
-    done = start(folder, 1, "llama.py", "--preset", "llama-tiny", *QUICK, "--train.steps", "2", "--log.wandb", "off")
+    flags = [
+        "--preset",
+        "llama-tiny",
+        *QUICK,
+        "--train.steps",
+        "2",
+        "--checkpoint.resume",
+        "none",
+        "--log.wandb",
+        "off",
+    ]
+    done = start(folder, 1, "llama.py", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
+    (goes_on,) = (line for line in done.stdout.splitlines() if line.startswith("resume"))
+    assert goes_on.endswith("--log.wandb off")
+    assert "--checkpoint.resume" not in goes_on  # this run's checkpoints would be set aside
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "runs" / "llama-tiny" / "hf")
@@ -105,6 +119,7 @@ def test_a_resume_with_another_shape_is_refused_and_names_the_keys(folder: Path)
     again = start(folder, 1, "gpt.py", *flags, "--model.hidden", "64")
     assert again.returncode != 0
     assert "hidden = 32, this run has 64" in again.stderr
+    assert "problem in the configuration" not in again.stderr
 
 
 def test_dry_run_prints_the_plan_and_trains_nothing(folder: Path) -> None:

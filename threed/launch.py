@@ -49,18 +49,19 @@ def main(
         data = _open(config)
         config = _checked(config, data, world)
     except ConfigError as error:
-        return _refuse(error.problems, local)
+        return _refuse(format_problems(error.problems), local)
     if options.dry_run:
         return _say(Forecast.of(config, world).text(), local)
     if options.world_size is not None:
-        return _refuse(["--world-size goes with --dry-run; torchrun sets the world size of a run"], local)
+        wrong = "--world-size goes with --dry-run; torchrun sets the world size of a run"
+        return _refuse(format_problems([wrong]), local)
     try:
         train(config, data, [prog, *argv])
         code = 0
     except CheckpointError as error:  # the same on every rank
-        code = _refuse([str(error)], local)
+        code = _refuse(f"threed: {error}", local)
     except SwapError as error:  # this rank's drive alone, perhaps: it speaks for itself, and the others end with it
-        print(format_problems([str(error)]), file=sys.stderr, flush=True)
+        print(f"threed: {error}", file=sys.stderr, flush=True)
         code = 2
     collectives.leave(code)
     return code
@@ -97,10 +98,10 @@ def _say(text: str, local: int) -> int:
     return 0
 
 
-def _refuse(problems: list[str], local: int) -> int:
+def _refuse(text: str, local: int) -> int:
     """Exit code 2; the other ranks wait for local rank 0 to speak, for a launcher ends all ranks with the first."""
     if local == 0:
-        print(format_problems(problems), file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
     else:
         time.sleep(5)
     return 2
