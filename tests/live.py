@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -37,6 +38,17 @@ class Live(TorchDispatchMode):
             elif storage.nbytes():
                 found.append(storage.nbytes())
         return sorted(found, reverse=True)
+
+    def settled(self) -> list[int]:
+        """The sizes once they have been the same for a fifth of a second. gloo's threads let go of a message a moment
+        after it was waited for: beside other work its storages were still there at once in 78 of 3000 sums, and in none
+        50 ms later."""
+        end, found = time.monotonic() + 0.2, self.sizes()
+        while time.monotonic() < end:
+            time.sleep(0.02)
+            if (now := self.sizes()) != found:
+                end, found = time.monotonic() + 0.2, now
+        return found
 
     def bytes(self) -> int:
         """Their sum."""
