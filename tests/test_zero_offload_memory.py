@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -128,3 +129,31 @@ def test_the_forecast_knows_what_is_on_the_drive() -> None:
     config = config_of(Case(dtype="bf16", zero=3))
     parameters = Forecast.of(config, 1).parameters
     assert found[1] == 18 * parameters
+
+
+def held_by_a_delayed_update(case: Case) -> tuple[int, int, int]:
+    """Bytes of live storages when a delayed update begins; what the planner says of the states, and of buffers."""
+    config, live = of_depth(case, 12), Live()
+    config = config.model_copy(update={"zero": config.zero.model_copy(update={"delayed_update": True})})
+    with live:
+        engine, held = engine_of(config), []
+        inner = engine.optimizer._update_in_turn
+
+        def update(*args: Any) -> None:
+            held.append(live.bytes())
+            inner(*args)
+
+        engine.optimizer._update_in_turn = update  # type: ignore[method-assign]
+        step(engine, 0)
+        engine.optimizer.settle()
+    said = Forecast.of(config, case.world).ranks[engine.topology.rank].bytes
+    return held[0], sum(said[part] for part in ("parameters", "gradients", "optimizer")), said["buffers"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_forecast_knows_what_a_delayed_update_takes(ranks: int, dtype: str) -> None:
+    """A copy of the gradients, and masters also of fp32 parameters."""
+    case = Case(dp=ranks, zero=2, dtype=dtype, microbatches=1, bucket_mib=0.02, offload_optimizer="cpu")
+    for held, states, buffers in run_ranks(ranks, held_by_a_delayed_update, case):
+        assert states <= held <= states + buffers

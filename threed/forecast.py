@@ -219,26 +219,32 @@ def _held(config: Config, sizes: dict[str, int], layers: Sequence[LayerCost], li
 
 def _offload(config: Config, layers: Sequence[LayerCost], data_ranks: int) -> Offload:
     """What ZeRO keeps elsewhere than on the device; beside a CPU, host memory is no other place."""
-    zero, shards = config.zero, _sharing(config, data_ranks)["shards"]
+    zero, delayed = config.zero, config.zero.delayed_update
     places = {"none": False, "cpu": on_gpu(), "nvme": True}
-    buffers = 0
-    if "nvme" in (zero.offload_optimizer, zero.offload_params):
-        params, optimizer = zero.offload_params == "nvme", zero.offload_optimizer == "nvme"
-        blocks = [layer for layer in layers if zero.tile > 1 and layer.name.startswith("blocks.")]
-        units = [layer for layer in layers if layer not in blocks]
-        sliced = max((layer.sliced(zero.resident) for layer in units), default=0) if zero.stage == 3 else 0
-        tile = max((-(-layer.largest // zero.tile) for layer in blocks), default=0)
-        whole = max(stage_parameters(layers) // PIECES, SMALLEST)
-        bucket = min(int(zero.bucket_mib * MIB) // _widths(config)[1], max(sliced, tile) or whole)
-        narrow, moments = _widths(config)[0] < 4, MOMENTS.get(config.optim.name, 2)
-        loans = update_loans(optimizer, params, narrow=narrow, zero_stage=zero.stage, moments=moments)
-        gathered = (zero.prefetch + 1) * -(-sliced // bucket) + 2 * -(-tile // bucket)
-        count, _ = drive_buffers(gathered if params else 0, loans, optimizer * (moments + narrow))
-        buffers = count * bucket // shards * max(4, *_widths(config))
+    optimizer, params = zero.offload_optimizer != "none", zero.offload_params != "none"
+    swaps = "nvme" in (zero.offload_optimizer, zero.offload_params)
     return Offload(
-        zero.offload_optimizer != "none", zero.offload_params != "none", places[zero.offload_optimizer],
-        places[zero.offload_params], buffers, zero.tile,
+        optimizer, params, places[zero.offload_optimizer], places[zero.offload_params],
+        masters=delayed or (on_gpu() and optimizer != params), delayed=delayed,
+        buffers=_drive_bytes(config, layers, _sharing(config, data_ranks)["shards"]) if swaps else 0, tile=zero.tile,
     )  # fmt: skip
+
+
+def _drive_bytes(config: Config, layers: Sequence[LayerCost], shards: int) -> int:
+    """The buffers between memory and a drive."""
+    zero, narrow = config.zero, _widths(config)[0] < 4
+    params, optimizer = zero.offload_params == "nvme", zero.offload_optimizer == "nvme"
+    blocks = [layer for layer in layers if zero.tile > 1 and layer.name.startswith("blocks.")]
+    units = [layer for layer in layers if layer not in blocks]
+    sliced = max((layer.sliced(zero.resident) for layer in units), default=0) if zero.stage == 3 else 0
+    tile = max((-(-layer.largest // zero.tile) for layer in blocks), default=0)
+    whole = max(stage_parameters(layers) // PIECES, SMALLEST)
+    bucket = min(int(zero.bucket_mib * MIB) // _widths(config)[1], max(sliced, tile) or whole)
+    moments = MOMENTS.get(config.optim.name, 2)
+    loans = update_loans(optimizer, params, narrow=narrow, zero_stage=zero.stage, moments=moments)
+    gathered = (zero.prefetch + 1) * -(-sliced // bucket) + 2 * -(-tile // bucket)
+    count, _ = drive_buffers(gathered if params else 0, loans, optimizer * (moments + narrow))
+    return count * bucket // shards * max(4, *_widths(config))
 
 
 def _sent(

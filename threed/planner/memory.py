@@ -25,13 +25,16 @@ class Offload:
     """What of a rank's states has a place of its own: then it is slices also on one rank alone.
 
     optimizer: its state, and gradients from ZeRO-2 on. params: under ZeRO-3. ..._away: that place is not the memory
-    that is counted. buffers: bytes for what passes to and fro. tile: into how many tiles the blocks' layers are cut.
+    that is counted. masters: the optimizer has weights of its own, also of wide parameters. delayed: it works on a copy
+    of the gradients. buffers: bytes for what passes to and fro. tile: into how many tiles the blocks' layers are cut.
     """
 
     optimizer: bool = False
     params: bool = False
     optimizer_away: bool = False
     params_away: bool = False
+    masters: bool = False
+    delayed: bool = False
     buffers: int = 0
     tile: int = 1
 
@@ -47,13 +50,13 @@ NOWHERE = Offload()
 _SLICED = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}
 
 
-def optimizer_bytes(param_bytes: int, moments: int = 2) -> int:
+def optimizer_bytes(param_bytes: int, moments: int = 2, masters: bool = False) -> int:
     """Bytes of the optimizer's state per parameter; moments: 2 for AdamW, 1 for SGD with momentum and Lion.
 
-    Moments are fp32 (fp64 for fp64 parameters), and so are the master weights of narrower parameters.
+    Moments are fp32 (fp64 for fp64 parameters), and so are the master weights of narrower parameters. masters: others
+    have them too.
     """
-    wide = max(4, param_bytes)
-    return moments * wide + (wide if param_bytes < 4 else 0)
+    return (moments + (masters or param_bytes < 4)) * max(4, param_bytes)
 
 
 def regime(
@@ -113,7 +116,8 @@ def rank_bytes(
     stage = offload.stage(zero_stage, shards)
     sliced = (sliced_parameters(layers, resident) if layers else count) if stage == 3 else 0
     gradients = (_share(count, shards) if stage >= 2 else count) * grad_bytes
-    states = (_share(count, shards) if stage >= 1 else count) * optimizer_bytes(param_bytes, moments)
+    per_parameter = optimizer_bytes(param_bytes, moments, offload.masters) + offload.delayed * grad_bytes
+    states = (_share(count, shards) if stage >= 1 else count) * per_parameter
     homes = {  # bytes, and whether they are elsewhere
         "parameters": (_share(sliced, shards) * param_bytes, offload.params_away),
         "gradients": (gradients, offload.optimizer_away and stage >= 2),

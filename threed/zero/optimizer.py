@@ -103,11 +103,11 @@ class Optimizer:
         return Update(norm, lr, scale, skip, sums[2:])
 
     def _update_all(self, gradients: Sequence[Gradient], now: Moment) -> None:
-        self.publish_delayed()
         if self.on_host:
             now = Moment(now.lr.cpu(), now.step.cpu(), now.scale.cpu(), now.skip.cpu())
-            if bool(now.skip):
-                return
+        self.publish_delayed()
+        if self.on_host and bool(now.skip):
+            return
         if self.delayed is not None:
             kept = [Gradient(_copy_to_host(g.home), g.squares) for g in gradients]
             self._under_way = self.delayed.submit(self._update_in_turn, kept, now, False)
@@ -184,6 +184,7 @@ class Optimizer:
         """Ends the update that runs beside the step, if there is one: parameters get its weights."""
         self.finish_delayed()
         if self._under_way is not None:
+            self._let_device_read()
             for state in reversed(self.states):
                 with self.held(state, (WEIGHT,), write=True):
                     pass
@@ -209,8 +210,15 @@ class Optimizer:
         if self._under_way is not None:
             wait((self._under_way,))
         self._under_way = None
+        self._let_device_read()
         for state in self.states:
             drop_all(state.kept)
+
+    def _let_device_read(self) -> None:
+        """Waits until a GPU has read what it was told to from the host's memory, which is about to change. In a step
+        it has: the host has read the norm."""
+        if self.on_host and self.updates.is_cuda:
+            torch.cuda.synchronize(self.updates.device)
 
     def settle(self) -> None:
         """Waits until updates are done and in the parameters, and all that stay whole are."""
