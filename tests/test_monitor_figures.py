@@ -69,6 +69,17 @@ def test_memory_figure_names_every_rank_and_part(tmp_path: Path) -> None:
     assert "above 285 MiB" in joined
 
 
+def test_memory_figure_says_what_is_offloaded(tmp_path: Path) -> None:
+    _needs_matplotlib()
+    ranks = _ranks(2)
+    assert figures.memory_figure(ranks, tmp_path / "memory.svg")
+    assert "offloaded" not in " ".join(_texts(tmp_path / "memory.svg"))
+    for rank, size in zip(ranks, (90, 120), strict=True):
+        rank["predicted"] = rank["predicted"] | {"offloaded": size * MIB}
+    assert figures.memory_figure(ranks, tmp_path / "memory.svg")
+    assert "predicted, without 90 to 120 MiB offloaded" in " ".join(_texts(tmp_path / "memory.svg"))
+
+
 def test_memory_bars_are_as_high_as_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _needs_matplotlib()
     from matplotlib.figure import Figure

@@ -153,6 +153,24 @@ def test_a_killed_rank_ends_the_run_and_a_restart_goes_on_from_the_checkpoint(fo
     assert "resumed" in output
 
 
+def test_an_interrupted_run_says_in_one_line_how_it_goes_on(folder: Path) -> None:
+    flags = [
+        "--preset", "tiny", *QUICK, "--train.steps", "9000", "--checkpoint.every", "5", "--log.wandb", "off",
+        "--parallel.pp", "2",
+    ]  # fmt: skip
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    with subprocess.Popen(  # type: ignore[call-overload]
+        command(2, "gpt.py", *flags), cwd=folder, env=environment(folder), **streams
+    ) as job:
+        wait_for(lambda: (folder / "runs" / "tiny" / "checkpoints" / "step-5").exists())
+        os.killpg(job.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+        output = job.communicate(timeout=60)[0]
+    own = [line for line in output.splitlines() if line.startswith("threed: interrupted")]
+    assert len(own) == 1, output
+    assert "the same command resumes from runs/tiny/checkpoints/step-" in own[0]
+    assert output.count("Traceback") == 1, output  # the launcher's, which no program can keep quiet
+
+
 def wait_for(condition: object, seconds: float = 100) -> None:
     """Waits until a condition holds."""
     end = time.monotonic() + seconds

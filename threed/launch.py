@@ -9,6 +9,7 @@ program with exit code 2.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -63,6 +64,12 @@ def main(
     except SwapError as error:  # this rank's drive alone, perhaps: it speaks for itself, and the others end with it
         print(f"threed: {error}", file=sys.stderr, flush=True)
         code = 2
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough: a launcher passes on what the terminal sent too
+        newest = next(candidates(Path(config.run.dir or "runs"), "auto"), None)
+        then = "nothing was saved yet" if newest is None else f"the same command resumes from {newest}"
+        _say(f"threed: interrupted; {then}", local)
+        code = 128 + signal.SIGINT
     collectives.leave(code)
     return code
 

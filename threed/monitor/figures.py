@@ -96,8 +96,8 @@ def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> 
     """Per rank, the predicted bytes stacked by what they hold, beside the measured peak above the baseline.
 
     The baseline (Python, torch and the communication libraries, before the model was built) is subtracted from the
-    measured peak and named below the axis, because no prediction of tensors covers it. Returns whether the picture was
-    drawn.
+    measured peak and named below the axis, because no prediction of tensors covers it; so is what is kept elsewhere.
+    Returns whether the picture was drawn.
     """
     if not ranks:
         note("memory figure: no ranks were recorded")
@@ -110,8 +110,10 @@ def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> 
         axes.bar(right, grown, 0.36, color="#bbbbbb", hatch="///", edgecolor="white", linewidth=0, label="measured")
         _rank_ticks(axes, ranks)
         axes.set_ylabel(f"{name} per rank")
-        before = f"{_baseline(ranks)}, the process before the model was built"
-        axes.set_xlabel(f"colours: predicted; grey: measured peak above {before}", color=_GREY, fontsize=9)
+        away = [rank["predicted"].get("offloaded", 0) for rank in ranks]
+        colours = f"colours: predicted, without {_span(away)} offloaded\n" if any(away) else "colours: predicted; "
+        before = f"{_span([rank['baseline'] for rank in ranks])}, the process before the model was built"
+        axes.set_xlabel(f"{colours}grey: measured peak above {before}", color=_GREY, fontsize=9)
         axes.grid(axis="y")
         axes.figure.legend(loc="outside upper left", frameon=False, ncols=6, fontsize=9, columnspacing=1.4)
 
@@ -147,8 +149,9 @@ def _grown(rank: Row) -> float:
     return float(max(rank["measured"] - rank["baseline"], 0))
 
 
-def _baseline(ranks: Sequence[Row]) -> str:
-    low, high = min(rank["baseline"] for rank in ranks), max(rank["baseline"] for rank in ranks)
+def _span(sizes: Sequence[float]) -> str:
+    """From the smallest to the largest of some bytes."""
+    low, high = min(sizes), max(sizes)
     unit, name = _unit(high)
     text = f"{low / unit:.0f}" if high < 1.02 * low + 1 else f"{low / unit:.0f} to {high / unit:.0f}"
     return f"{text} {name}"
