@@ -16,6 +16,11 @@ settings.register_profile("threed", deadline=None, derandomize="CI" in os.enviro
 settings.load_profile("threed")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if "gpu" not in config.option.markexpr:  # else ranks that share a machine would fight over one GPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

@@ -75,7 +75,7 @@ def _rank(pipe: Connection, rank: int, world: int, store: str, task: bytes) -> N
     import torch
     import torch.distributed as dist
 
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank)}
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
     torch.set_num_threads(1)
     try:
         if world > 1:

@@ -51,5 +51,9 @@ class Live(TorchDispatchMode):
         return found
 
     def bytes(self) -> int:
-        """Their sum."""
+        """The sum of the sizes once they are settled."""
+        return sum(self.settled())
+
+    def bytes_now(self) -> int:
+        """The sum of the sizes at this moment, with messages that gloo is done with and has not let go of."""
         return sum(self.sizes())

@@ -177,7 +177,7 @@ def peak(blocks: int) -> tuple[int, int]:
     def watch(self: Live, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         nonlocal most
         out = inner(self, func, types, args, kwargs)
-        most = max(most, live.bytes())
+        most = max(most, live.bytes_now())
         return out
 
     Live.__torch_dispatch__ = watch  # type: ignore[method-assign]

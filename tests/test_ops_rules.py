@@ -116,7 +116,6 @@ def test_a_padding_of_zeros_stays_zero(rule: Rule) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     "rule", [SGD(0.0), SGD(0.9, nesterov=True), Lion(), Adam()], ids=["plain", "sgd", "lion", "adamw"]

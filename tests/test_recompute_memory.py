@@ -138,7 +138,7 @@ def most_kept(case: Case) -> tuple[int, int]:
 
         def measured(*args: Any) -> Tensor:
             y = forward(*args)
-            worst.append(live.bytes() - rest)
+            worst.append(live.bytes_now() - rest)
             return y
 
         stage.forward = measured  # type: ignore[method-assign]

@@ -93,7 +93,7 @@ def peak_while_built(blocks: int) -> tuple[int, int]:
     ) -> object:
         nonlocal peak
         out = inner(self, func, types, args, kwargs)
-        peak = max(peak, live.bytes())
+        peak = max(peak, live.bytes_now())
         return out
 
     Live.__torch_dispatch__ = watch  # type: ignore[method-assign,assignment]

@@ -176,10 +176,26 @@ def test_a_delayed_update_is_one_step_late(case: Case) -> None:
     run_ranks(case.world, check_delayed, case, truth)
 
 
+# ------------------------------------------------------------------------------------------------------- beside a GPU
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("place", [("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme")], ids=str)
+@pytest.mark.parametrize("place", [*STATES, ("cpu", "cpu"), *PARAMS], ids=str)
 def test_offload_from_a_gpu_trains_what_the_gpu_does(place: Place) -> None:
     """The host's Adam and the GPU's round differently, a few ulp a step."""
     case = Case(dtype="fp32", zero=3, microbatches=3)
     assert difference(train(at(case, place)), train(case)) <= 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [DELAYED[0], Case(zero=3, offload_optimizer="cpu", offload_params="cpu")], ids=str)
+def test_a_delayed_update_beside_a_gpu_is_one_step_late(case: Case) -> None:
+    (truth,) = run_ranks(1, delayed_truth, case, 5)
+    check_delayed(case, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [name for name in RECOMPUTE if name != "sliced"])
+def test_recompute_on_a_gpu_trains_the_same(recompute: str) -> None:
+    """fp64, 1e-9: a GPU sums the rows of an embedding's gradient in any order."""
+    assert difference(train(Case(recompute=recompute)), train(Case())) <= 1e-9

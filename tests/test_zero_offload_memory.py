@@ -63,7 +63,7 @@ def peak(case: Case, layers: int) -> int:
 
         def view(self: ByBucket, slot: object) -> object:  # at every gradient of the backward
             nonlocal most
-            most = max(most, live.bytes())
+            most = max(most, live.bytes_now())
             return inner(self, slot)  # type: ignore[arg-type]
 
         ByBucket.view = view  # type: ignore[method-assign, assignment]

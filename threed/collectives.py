@@ -357,7 +357,7 @@ def leave(code: int = 0) -> None:
         return
     if code == 0:
         dist.barrier()
-    dist.destroy_process_group()
+        dist.destroy_process_group()  # else it might wait for ranks that will never come
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

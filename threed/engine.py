@@ -149,7 +149,7 @@ class Engine:
         self.reducer = Reducer(self.layout, wire, dynamic=self.wrapped is not None)
         self.optimizer = Optimizer(
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
-            learning_rate or self._learning_rate(), grad_clip=config.train.grad_clip,
+            learning_rate or self._learning_rate(), device=topology.device, grad_clip=config.train.grad_clip,
             loss_scale=loss_scale or setup.loss_scale(config.precision), delayed=config.zero.delayed_update,
         )  # fmt: skip
         self._check_same_buckets()

@@ -82,8 +82,9 @@ def start(device: torch.device | None = None, timeout: timedelta = timedelta(min
 
 
 def default_device() -> torch.device:
-    """The device of this process: its local GPU where there is one, else the CPU."""
-    if torch.cuda.is_available() and dist.is_nccl_available():
+    """The device of this process: its local GPU where there is one, unless its ranks talk by gloo; else the CPU."""
+    gloo = dist.is_initialized() and dist.get_backend() == "gloo"
+    if torch.cuda.is_available() and dist.is_nccl_available() and not gloo:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
 

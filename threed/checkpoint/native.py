@@ -15,6 +15,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -293,17 +294,29 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
     everyone = topology.axis("world")
     mine = [record for record in records(optimizer, (part,)) if record.owned]
     wide = torch.float64 if optimizer.layout.policy.param_dtype == torch.float64 else torch.float32
-    empty = torch.empty(0, dtype=wide, device=topology.device)
-    held = (values.reshape(-1).to(wide, copy=True) for _, values in read(optimizer, mine))
-    flat = torch.cat([empty, *(values.to(topology.device) for values in held)])
-    about = [[r.piece.name, r.piece.shape, r.box.start, r.box.size] for r in mine]
+    empty = torch.empty(0, dtype=wide)
+    held = (
+        torch.cat([values.reshape(-1).to("cpu", wide, copy=True) for _, values in some])
+        for _, some in groupby(read(optimizer, mine), key=lambda both: both[0].state)
+    )
+    about = [
+        [[r.piece.name, r.piece.shape, r.box.start, r.box.size] for r in some]
+        for _, some in groupby(mine, key=lambda record: record.state)
+    ]
     full: dict[str, Tensor] = {}
-    everything = collectives.exchange(about, everyone)
-    for values, boxes in zip(collectives.gather_to_first(flat, everyone), everything, strict=False):
-        at = 0
-        for name, shape, start, size in boxes:
-            n = math.prod(size)
-            target = full.setdefault(name, values.new_empty(shape))
-            target[tuple(slice(a, a + m) for a, m in zip(start, size, strict=True))] = values[at : at + n].view(size)
-            at += n
+    for boxes in zip_longest(*collectives.exchange(about, everyone), fillvalue=[]):  # a bucket of each rank at a time
+        flat = next(held, empty)
+        flat = flat if everyone.size == 1 else flat.to(topology.device)
+        for values, some in zip(collectives.gather_to_first(flat, everyone), boxes, strict=False):
+            _place(values, some, full)
     return full
+
+
+def _place(values: Tensor, boxes: Sequence[Any], full: dict[str, Tensor]) -> None:
+    """Puts values [n] where they belong: boxes of (global name, global shape, start, size), one after the other."""
+    at = 0
+    for name, shape, start, size in boxes:
+        n = math.prod(size)
+        target = full.setdefault(name, values.new_empty(shape))
+        target[tuple(slice(a, a + m) for a, m in zip(start, size, strict=True))] = values[at : at + n].view(size)
+        at += n

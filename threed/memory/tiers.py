@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,7 +116,7 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
         return done(values)
     if not (values.is_cuda and device.type == "cpu"):
         return done(values.to(device))
-    stream = _copy_stream(values.device)
+    stream = _copy_stream(values.device, "out")
     stream.wait_stream(torch.cuda.current_stream(values.device))
     with torch.cuda.stream(stream):
         out = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
@@ -129,8 +130,18 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
     return Pending(finish)
 
 
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """What a GPU is told in here, copies from the host first of all, comes after what it was told before, and runs
+    beside what it is told later: that has to wait for it."""
+    stream = _copy_stream(device, "in")
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
 @functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 

@@ -170,7 +170,7 @@ class Wrapped(nn.Module):
                 if buffer is not None and buffer.device.type == "meta":
                     module._buffers[key] = torch.empty_like(buffer, device="cpu")
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+            torch.default_generator.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
             plan.apply(self._reset)
         empty = [key for key, param in plan.named_parameters() if param.isnan().any()]
         if empty:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -100,11 +101,12 @@ class OnDrives:
 
 @dataclass(eq=False)
 class Kept:
-    """A layer's input. value: on the device, whole or this rank's part."""
+    """A layer's input. value: on the device, whole or this rank's part. arrived: when it has come from the host."""
 
     shape: torch.Size
     home: Home | None = None
     value: Tensor | None = None
+    arrived: torch.cuda.Event | None = None
     loan: Loan | None = None
     gathering: Pending | None = None
 
@@ -151,7 +153,8 @@ class Keeper:
         with torch.cuda.stream(self._stream):
             target.copy_(part, non_blocking=True)
             part.record_stream(self._stream)
-            self._leaving.append((self._stream.record_event(), loan))
+            if not isinstance(loan, InMemory):  # in memory, whatever comes after it on this stream finds it there
+                self._leaving.append((self._stream.record_event(), loan))
         self._store_left(at_most=1)
 
     def _store_left(self, at_most: int) -> None:
@@ -172,35 +175,38 @@ class Keeper:
         self.fetch(kept)
         if kept.value is None:
             assert kept.loan is not None
-            kept.value = self._copy_in(kept, kept.loan.wait())
+            values = kept.loan.wait()
+            with self._beside():
+                kept.value = values.to(self.device, non_blocking=True)
+                kept.arrived = None if self._stream is None else self._stream.record_event()
         if self.axis is not None and kept.gathering is None:
-            kept.gathering = collectives.start_all_gather(kept.value, self.axis)
+            with self._beside():
+                kept.gathering = collectives.start_all_gather(kept.value, self.axis)
 
-    def _copy_in(self, kept: Kept, values: Tensor) -> Tensor:
-        if self._stream is None:
-            return values
-        with torch.cuda.stream(self._stream):
-            value = values.to(self.device, non_blocking=True)
-            arrived = self._stream.record_event()
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(arrived)
-        value.record_stream(current)
-        return value
+    def _beside(self) -> AbstractContextManager[Any]:
+        """What a GPU is told in here runs beside what it computes."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def take(self, kept: Kept) -> Tensor:
         """The input, as it was; until `drop` it may lie in the place where it was kept."""
         self.bring(kept)
         assert kept.value is not None
-        whole = kept.value
+        whole, arrived = kept.value, kept.arrived
         if kept.gathering is not None:
             whole = kept.gathering.wait()
             self.drop(kept)
+        if arrived is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(arrived)
+            whole.record_stream(current)
         return whole[: kept.shape.numel()].view(kept.shape) if self.axis is not None or kept.home else whole
 
     def drop(self, kept: Kept) -> None:
         """It is not needed any more; dropping it again does nothing."""
         if kept.gathering is not None:
             kept.gathering.wait()
+            if kept.arrived is not None and kept.value is not None:  # memory of another stream, read by the gather
+                kept.value.record_stream(torch.cuda.current_stream(self.device))
         if kept.loan is not None:
             if self._stream is not None and not isinstance(kept.home, InMemory):
                 self._stream.synchronize()  # the drive may fill the buffer anew, while it is read from
@@ -208,7 +214,7 @@ class Keeper:
         if kept.home is not None and self.homes is not None:
             self._store_left(at_most=0)
             self.homes.give(kept.home)
-        kept.home = kept.value = kept.loan = kept.gathering = None
+        kept.home = kept.value = kept.arrived = kept.loan = kept.gathering = None
 
 
 @dataclass(frozen=True)

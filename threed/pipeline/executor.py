@@ -85,6 +85,7 @@ class Executor:
             self._began, self._then = time.perf_counter(), then
             self._handlers[action.kind](action)
             if self.spans is not None:
+                self._let_device_end()
                 self.spans.append((action, self._began, time.perf_counter()))
         while self._sent:
             self._sent.popleft().wait()
@@ -114,8 +115,14 @@ class Executor:
             return None
         arrived = self._arriving.pop((kind, action.microbatch, action.chunk))
         value = arrived.wait() if isinstance(arrived, Pending) else arrived
+        self._let_device_end()
         self._began = time.perf_counter()  # waiting for another stage is no work: the bubble shows it
         return value
+
+    def _let_device_end(self) -> None:
+        """Where spans are wanted of a GPU, waits for what it computes; not for receives, which others may wait for."""
+        if self.spans is not None and self._boundary.device.type == "cuda":
+            torch.cuda.current_stream(self._boundary.device).synchronize()
 
     def _give(self, send: Kind, receive: Kind, action: Action, value: Tensor) -> None:
         """Leaves a result for the send that follows, or for the next stage if that is on this rank."""

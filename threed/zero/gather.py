@@ -16,11 +16,12 @@ overlapped with the unit before, and so is the exchange between ranks, which beg
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
-from threed.memory.tiers import Loan
+from threed.memory.tiers import InMemory, Loan, beside
 from threed.topology import Axis
 from threed.zero.layout import Bucket, Group, Layout, Slot
 
@@ -163,12 +164,30 @@ class Gatherer:
 
     def _gather(self, bucket: Bucket, loan: Loan) -> Pending:
         window, own = bucket.group.params[bucket.first : bucket.last], loan.wait()
-        stays = bucket.own is not None  # a drive's buffer is used again: nothing may still be copied from it
-        own = own.to(window.device, non_blocking=stays)
+        if own.device != window.device:
+            return self._gather_from_host(window, own, loan)
         pending = collectives.start_all_gather(own, self.axis, out=window)
 
         def finish() -> Tensor:
             whole = pending.wait()
+            loan.drop()
+            return whole
+
+        return Pending(finish)
+
+    def _gather_from_host(self, window: Tensor, own: Tensor, loan: Loan) -> Pending:
+        """The same from page-locked memory to a GPU, beside what it computes."""
+        with beside(window.device):
+            own = own.to(window.device, non_blocking=True)
+            copied = torch.cuda.current_stream(window.device).record_event()
+            pending = collectives.start_all_gather(own, self.axis, out=window)
+            gathered = torch.cuda.current_stream(window.device).record_event()
+
+        def finish() -> Tensor:
+            whole = pending.wait()
+            torch.cuda.current_stream(window.device).wait_event(gathered)
+            if not isinstance(loan, InMemory):
+                copied.synchronize()  # a drive's buffer is used again
             loan.drop()
             return whole
 

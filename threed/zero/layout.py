@@ -115,7 +115,7 @@ class Slot:
         """
         # `.data`: a version counter of its own. Else a gather that ends during the forward pass, of another bucket of
         # the same buffer, makes autograd think that a weight it has saved was changed.
-        if self.param.device == storage.device:
+        if self.param.device.type != "meta":
             self.param.data = storage.data
             return
         self.param = attach(nn.Parameter(storage.data, self.param.requires_grad), self.spec)

@@ -59,12 +59,14 @@ class Optimizer:
 
     learning_rate: from the number of updates done (a tensor) to a learning rate (a tensor). grad_clip: the largest
     norm a step may have, 0 for no clipping. everyone: the axis of all ranks, for the norm. loss_scale: what gradients
-    come multiplied with. delayed: an update runs while the next step does, which sees the weights before it.
+    come multiplied with. delayed: an update runs while the next step does, which sees the weights before it. device:
+    where the layers run.
     """
 
     def __init__(
         self, layout: Layout, gatherer: Gatherer, everyone: Axis, rule: Rule,
-        learning_rate: Callable[[Tensor], Tensor], *, grad_clip: float, loss_scale: LossScale, delayed: bool = False,
+        learning_rate: Callable[[Tensor], Tensor], *, device: torch.device, grad_clip: float, loss_scale: LossScale,
+        delayed: bool = False,
     ) -> None:  # fmt: skip
         self.layout, self.gatherer, self.everyone, self.rule = layout, gatherer, everyone, rule
         self.learning_rate, self.grad_clip = learning_rate, grad_clip
@@ -76,7 +78,6 @@ class Optimizer:
         self.delayed = ThreadPoolExecutor(1, "delayed-update") if delayed else None
         self._under_way: Future[None] | None = None
         self._torn = False  # whether a change of states began and did not end
-        device = layout.groups[0].params.device if layout.groups else torch.device("cpu")
         self.updates = torch.zeros((), dtype=torch.float64, device=device)  # done so far; a skipped step is none
         self.skips = torch.zeros((), dtype=torch.float64, device=device)
         self.scaler = Scaler(loss_scale, device)
@@ -103,11 +104,12 @@ class Optimizer:
         return Update(norm, lr, scale, skip, sums[2:])
 
     def _update_all(self, gradients: Sequence[Gradient], now: Moment) -> None:
-        if self.on_host:
+        if self.layout.policy.optimizer_tier is not None:
             now = Moment(now.lr.cpu(), now.step.cpu(), now.scale.cpu(), now.skip.cpu())
         self.publish_delayed()
         if self.on_host and bool(now.skip):
             return
+        self.let_device_read()
         if self.delayed is not None:
             kept = [Gradient(_copy_to_host(g.home), g.squares) for g in gradients]
             self._under_way = self.delayed.submit(self._update_in_turn, kept, now, False)
@@ -150,7 +152,8 @@ class Optimizer:
         """Puts a bucket's weights into the parameters, and begins to gather what stays whole."""
         if not state.shared:
             parameter = state.bucket.home.blank()
-            parameter.values.copy_(weight, non_blocking=isinstance(state.weight, InMemory))  # else used again
+            stay = isinstance(state.weight, InMemory) and isinstance(state.bucket.home, InMemory)
+            parameter.values.copy_(weight, non_blocking=stay)  # else a buffer is used again, or written from, at once
             parameter.store()
         self.gatherer.publish(state.bucket)
 
@@ -184,7 +187,7 @@ class Optimizer:
         """Ends the update that runs beside the step, if there is one: parameters get its weights."""
         self.finish_delayed()
         if self._under_way is not None:
-            self._let_device_read()
+            self.let_device_read()
             for state in reversed(self.states):
                 with self.held(state, (WEIGHT,), write=True):
                     pass
@@ -210,13 +213,12 @@ class Optimizer:
         if self._under_way is not None:
             wait((self._under_way,))
         self._under_way = None
-        self._let_device_read()
+        self.let_device_read()
         for state in self.states:
             drop_all(state.kept)
 
-    def _let_device_read(self) -> None:
-        """Waits until a GPU has read what it was told to from the host's memory, which is about to change. In a step
-        it has: the host has read the norm."""
+    def let_device_read(self) -> None:
+        """Waits until a GPU has read what it was told to from the host's memory, which is about to change."""
         if self.on_host and self.updates.is_cuda:
             torch.cuda.synchronize(self.updates.device)
 

@@ -84,6 +84,7 @@ def fill(
     else:
         optimizer.settle()
         optimizer.bring_home()
+        optimizer.let_device_read()
     with optimizer.changing():
         optimizer.gatherer.settle()  # a step's gather may still read what is written here
         optimizer.gatherer.release_all()  # and what is whole now would be old

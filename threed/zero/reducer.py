@@ -293,13 +293,15 @@ class Reducer:
         """Each bucket's slice, summed over the axes that are left, one after the other in the same order everywhere."""
         sums: list[Pending | None] = []
         for bucket in self.layout.buckets:
-            if isinstance(bucket.grad, InMemory):
+            device = bucket.group.params.device
+            if isinstance(bucket.grad, InMemory) and bucket.grad.device == device:
                 sums.append(self._sum_over(bucket.grad.tensor, _rest(bucket)))
                 continue
             sums.append(None)
             if _rest(bucket):
                 loan = bucket.grad.fetch()
-                loan.wait().copy_(self._sum_over(loan.wait(), _rest(bucket)).wait())
+                own = loan.wait()
+                own.copy_(self._sum_over(own.to(device), _rest(bucket)).wait())
                 self._put_back(bucket, loan, complete=True)
         return [self._gradient(number, total) for number, total in enumerate(sums)]
 
