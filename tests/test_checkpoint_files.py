@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from threed.checkpoint.files import publish, sha256, stream_tensors, write_tensors
+from threed.checkpoint.files import publish, sha256, stream_tensors
 from threed.sharding import Piece, boxes, intersect
 
 
@@ -21,7 +21,8 @@ def test_files_of_tensors_are_safetensors(tmp_path: Path) -> None:
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
     tensors = {str(dtype): (torch.randn(5, 3) * 10).to(dtype).t() for dtype in dtypes}
     tensors |= {"none": torch.empty(0, 4), "one": torch.tensor(2.5), "ünï": torch.ones(1)}
-    digest = write_tensors(tmp_path / "f", tensors, {"a": "b"})
+    about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    digest = stream_tensors(tmp_path / "f", about, tensors.values(), {"a": "b"})
     assert digest == sha256(tmp_path / "f") == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
     with safe_open(tmp_path / "f", framework="pt") as file:
         assert file.metadata() == {"a": "b"}

@@ -17,6 +17,7 @@ from tests.test_step import data, with_
 from threed import models
 from threed.config import Config, ConfigError
 from threed.engine import Engine
+from threed.forecast import Forecast
 from threed.layers import Slicing
 from threed.models import Wrapped
 from threed.param_groups import ParamGroup
@@ -105,6 +106,12 @@ def test_every_optimizer_with_groups_equals_one_process(shape: tuple[int, int, i
     cases = [Case(pp, dp, tp, sequence=tp > 1, zero=zero, layers=2, bucket_mib=0.02) for zero in (0, 1, 2, 3)]
     for (case, optimizer), got in run_ranks(pp * dp * tp, run, cases, ["adamw", "sgd", "lion"])[0].items():
         check(got, *truth_of(case, optimizer), f"{optimizer} {case}")
+
+
+@pytest.mark.parametrize(("optimizer", "moments"), [("adamw", 2), ("sgd", 1), ("sgd-plain", 0), ("lion", 1)])
+def test_the_forecast_knows_what_an_optimizer_keeps(optimizer: str, moments: int) -> None:
+    forecast = Forecast.of(config(Case(dtype="fp32", zero=0), optimizer), 1)
+    assert forecast.ranks[0].bytes["optimizer"] == moments * 4 * forecast.parameters
 
 
 def test_groups_do_what_they_say() -> None:

@@ -248,13 +248,8 @@ def _judge(draft: _Draft) -> Config:
     except ValidationError as error:
         for detail in error.errors():
             _describe(detail, draft)
-    return _judge_rest(draft)
-
-
-def _judge_rest(draft: _Draft) -> Config:
-    wrong = {flag.removeprefix("--") for flag in draft.suspects}
-    values = {place: value for place, value in draft.values.items() if _flag(*place).removeprefix("--") not in wrong}
-    return Config.model_validate(_nested(values))
+    said = {place: value for place, value in draft.values.items() if _flag(*place) not in draft.suspects}
+    return Config.model_validate(_nested(said))
 
 
 def _nested(values: Mapping[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:

@@ -61,7 +61,13 @@ def find_problems(
     Pass the configuration as loaded, before `threed.config.resolve`; `tokenizer_vocab` where the tokenizer is known.
     """
     problems = find_refusals(config)
-    problems += _check_world(config, world_size, local_world)
+    dp = None
+    try:
+        dp = derive_dp(config, world_size)
+    except ConfigError as error:
+        machines = local_world not in (None, world_size)
+        how = f"--nnodes × --nproc-per-node, now {local_world} on this machine" if machines else "--nproc-per-node"
+        problems.append(f"{error} (torchrun {how})")
     for check in (
         _check_loss_scale,
         _check_heads,
@@ -72,8 +78,8 @@ def find_problems(
         _check_export,
     ):
         problems += check(config)
-    problems += _check_batch(config, world_size)
-    problems += _check_shard_size(config, world_size)
+    problems += _check_batch(config, dp)
+    problems += _check_shard_size(config, dp)
     problems += _check_vocab(config, tokenizer_vocab)
     return list(dict.fromkeys(problems))
 
@@ -104,16 +110,6 @@ def _around(number: int, step: int) -> str:
     return _listed(sorted({below or step, below + step}))
 
 
-def _check_world(config: Config, world_size: int, local_world: int | None) -> Iterator[str]:
-    try:
-        derive_dp(config, world_size)
-    except ConfigError as error:
-        if local_world in (None, world_size):
-            yield f"{error} (torchrun --nproc-per-node)"
-        else:
-            yield f"{error} (torchrun --nnodes × --nproc-per-node, now {local_world} on this machine)"
-
-
 def _check_loss_scale(config: Config) -> Iterator[str]:
     dtype, scale = config.precision.dtype, config.precision.loss_scale
     if scale != "dynamic" and dtype != "fp16":
@@ -123,18 +119,14 @@ def _check_loss_scale(config: Config) -> Iterator[str]:
         )
 
 
-def _check_shard_size(config: Config, world_size: int) -> Iterator[str]:
+def _check_shard_size(config: Config, dp: int | None) -> Iterator[str]:
     size, given = config.zero.shard_size, f"--zero.shard-size {config.zero.shard_size}"
     if size == "all":
         return
     if config.zero.stage == 0:
         yield f"{given} with --zero.stage 0: nothing is sliced; use --zero.shard-size all, or --zero.stage 1, 2 or 3"
         return
-    try:
-        dp = derive_dp(config, world_size)
-    except ConfigError:  # reported already; a wrong dp would only add noise
-        return
-    if dp % size:
+    if dp is not None and dp % size:
         yield f"{given} does not divide dp {dp}: use {_listed(_divisors(dp))}, or all"
 
 
@@ -244,19 +236,13 @@ def _check_recompute(config: Config) -> Iterator[str]:
             )
     if r.partition and tp == 1:
         yield "--recompute.partition true with --parallel.tp 1: there is no other rank to slice over; leave it out"
-    if r.offload == "nvme" and config.zero.nvme_path is None:
-        yield "--recompute.offload nvme: say where with --zero.nvme-path FOLDER, on a fast local drive"
     if r.offload == "nvme" and r.arena:
         yield "--recompute.arena true with --recompute.offload nvme: a drive has buffers of constant size; leave it out"
 
 
-def _check_batch(config: Config, world_size: int) -> Iterator[str]:
-    try:
-        dp = derive_dp(config, world_size)
-    except ConfigError:  # reported already; a wrong dp would only add noise
-        return
+def _check_batch(config: Config, dp: int | None) -> Iterator[str]:
     batch, micro = config.train.global_batch, config.train.micro_batch
-    if batch % (micro * dp) == 0:
+    if dp is None or batch % (micro * dp) == 0:
         return
     smaller = max((n for n in range(1, micro) if batch % (n * dp) == 0), default=0)
     other = f", or --train.micro-batch {smaller}" if smaller else ""

@@ -184,7 +184,5 @@ def _checkpoint_facts(path: Path) -> str:
 def _report(a: argparse.Namespace) -> None:
     from threed.monitor.figures import report
 
-    if not (a.folder / "metrics.jsonl").is_file():
-        raise ValueError(f"{a.folder} is no run folder: it has no metrics.jsonl")
     for path in report(a.folder):
         print(path)

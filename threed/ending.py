@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from threed import collectives
-from threed.checkpoint.hf import export_hf
 from threed.data import Data
 from threed.engine import Engine
 from threed.forecast import Forecast
-from threed.monitor import figures, metrics
+from threed.monitor import figures
 from threed.sampling import generate
 from threed.schedules import span_and_bubble, svg
 
@@ -37,27 +36,15 @@ def draw(
     folder: Path, data: Data, forecast: Forecast, spans: Sequence[Sequence[Any]], memory: Sequence[Mapping[str, Any]]
 ) -> list[Path]:
     """Draws loss.svg, memory.svg and pipeline.svg into the run's figures; gives those that were drawn."""
-    out = folder / "figures"
-    out.mkdir(exist_ok=True)
     figures.save_figure_data(
         folder, uniform_entropy=data.uniform_entropy, unigram_entropy=data.unigram_entropy, memory=list(memory)
     )
-    drawn = []
-    rows = metrics.read(folder / "metrics.jsonl")
-    if figures.loss_figure(rows, out / "loss.svg", data.uniform_entropy, data.unigram_entropy):
-        drawn.append(out / "loss.svg")
-    if spans and any(spans):
+    drawn = figures.report(folder)
+    if any(spans):
         bubble = span_and_bubble(spans)[1]
         subtitle = f"measured bubble {bubble:.1%}, ideal {forecast.bubble:.1%}; {forecast.microbatches} micro-batches"
         ranks = f"{len(spans)} pipeline rank{'s' * (len(spans) > 1)}"
         title = f"One step of {forecast.config.parallel.schedule} on {ranks}, as it ran"
-        (out / "pipeline.svg").write_text(svg(spans, title, subtitle, unit="s"))
-        drawn.append(out / "pipeline.svg")
-    if figures.memory_figure(memory, out / "memory.svg"):
-        drawn.append(out / "memory.svg")
+        drawn.append(folder / "figures" / "pipeline.svg")
+        drawn[-1].write_text(svg(spans, title, subtitle, unit="s"))
     return drawn
-
-
-def export(checkpoint: Path, out: Path, data: Data) -> Path:
-    """Writes the Hugging Face folder of a checkpoint."""
-    return export_hf(checkpoint, out, data.tokenizer)

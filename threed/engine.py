@@ -255,7 +255,8 @@ class Engine:
         began = time.perf_counter()
         micros = self._micro_batches(batch, training=True)
         self.begin(len(micros))
-        losses = self.executor.run(self._plan(len(micros)), micros, self._boundary(batch))
+        plan = self._plan(self.config.parallel.schedule, len(micros))
+        losses = self.executor.run(plan, micros, self._boundary(batch))
         self._backwards_s = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
         metrics = self.update(self._carry(losses), tokens)
@@ -312,14 +313,15 @@ class Engine:
         """The mean token loss (scalar tensor, on every rank) of this data rank's share of a batch, without training."""
         micros = self._micro_batches(batch, training=False)
         with nullcontext() if self.wrapped is None else self.wrapped.evaluating():
-            losses = self.executor.run(self._forward_plan(len(micros)), micros, self._boundary(batch))
+            losses = self.executor.run(self._plan("forward-only", len(micros)), micros, self._boundary(batch))
         self._forwards_ended()
         return collectives.sum_of_scalars(self._carry(losses, 1.0), self.topology.axis("world"))[0]
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Logits [b s v/t] of tokens [b s], cut by vocabulary, on the last stage; None on the others."""
         micro = MicroBatch(tokens.to(self.topology.device), training=False)
-        outputs = self.executor.run(self._forward_plan(1), [micro], self._boundary({"tokens": tokens}, len(tokens)))
+        boundary = self._boundary({"tokens": tokens}, len(tokens))
+        outputs = self.executor.run(self._plan("forward-only", 1), [micro], boundary)
         self._forwards_ended()
         return outputs[0].transpose(0, 1) if outputs else None
 
@@ -345,11 +347,8 @@ class Engine:
         shape = (last - first, rows or self.config.train.micro_batch, self.model.hidden)
         return Boundary(shape, self.dtype, self.topology.device)
 
-    def _plan(self, microbatches: int) -> Plan:
-        return lowered(self.config.parallel.schedule, self.topology.pp, microbatches, self.config.zero.stage == 3)
-
-    def _forward_plan(self, microbatches: int) -> Plan:
-        return lowered("forward-only", self.topology.pp, microbatches, self.config.zero.stage == 3)
+    def _plan(self, schedule: str, microbatches: int) -> Plan:
+        return lowered(schedule, self.topology.pp, microbatches, self.config.zero.stage == 3)
 
     def record(self, on: bool = True) -> list[Span]:
         """Starts (or stops) to record what runs when; gives the spans recorded so far."""

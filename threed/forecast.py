@@ -31,9 +31,9 @@ from threed.planner import train_flops_per_token as flops_per_token
 from threed.precision import dtype
 from threed.topology import AXES, coordinates, default_device, grid_sizes, place_label
 from threed.zero.layout import PIECES, SMALLEST
+from threed.zero.setup import rule
 
 MIB = 2**20
-MOMENTS = {"adamw": 2, "sgd": 1, "lion": 1}  # what an optimizer keeps of each parameter
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Forecast:
         """The forecast for people: one line a fact, one line a rank (the first 16)."""
         c, train = self.config, self.config.train
         grid = " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1) or "one rank"
-        widths, moments = _widths(c), MOMENTS.get(c.optim.name, 2)
+        widths, moments = _widths(c), _moments(c)
         sends = {axis: max(rank.sends[axis] for rank in self.ranks) for axis in AXES}
         sent = " + ".join(f"{axis} {size / MIB:.1f}" for axis, size in sends.items() if size)
         lines = [
@@ -115,6 +115,11 @@ def _line(rank: RankForecast) -> str:
 def _widths(config: Config) -> tuple[int, int]:
     """Bytes of a parameter and of a gradient."""
     return _width(config.precision.dtype), _width(config.precision.grad_dtype or "fp32")
+
+
+def _moments(config: Config) -> int:
+    """What the optimizer keeps of each parameter."""
+    return len(rule(config.optim).parts)
 
 
 def _width(name: str) -> int:
@@ -209,7 +214,7 @@ def _held_and_sent(
 def _held(config: Config, sizes: dict[str, int], layers: Sequence[LayerCost], live: float) -> dict[str, int]:
     param_bytes, grad_bytes = _widths(config)
     return rank_bytes(
-        layers, live=live, param_bytes=param_bytes, grad_bytes=grad_bytes, moments=MOMENTS.get(config.optim.name, 2),
+        layers, live=live, param_bytes=param_bytes, grad_bytes=grad_bytes, moments=_moments(config),
         prefetch=config.zero.prefetch, **_sharing(config, sizes["dp"]),
         bucket_bytes=int(config.zero.bucket_mib * MIB),
         message_bytes=2 * layers[0].output_bytes if sizes["pp"] > 1 else 0,
@@ -240,7 +245,7 @@ def _drive_bytes(config: Config, layers: Sequence[LayerCost], shards: int) -> in
     tile = max((-(-layer.largest // zero.tile) for layer in blocks), default=0)
     whole = max(stage_parameters(layers) // PIECES, SMALLEST)
     bucket = min(int(zero.bucket_mib * MIB) // _widths(config)[1], max(sliced, tile) or whole)
-    moments = MOMENTS.get(config.optim.name, 2)
+    moments = _moments(config)
     loans = update_loans(optimizer, params, narrow=narrow, zero_stage=zero.stage, moments=moments)
     gathered = (zero.prefetch + 1) * -(-sliced // bucket) + 2 * -(-tile // bucket)
     count, _ = drive_buffers(gathered if params else 0, loans, optimizer * (moments + narrow))

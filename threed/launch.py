@@ -35,12 +35,10 @@ from threed.topology import Topology
 from threed.trainer import Trainer, candidates
 
 
-def main(
-    argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]], presets: Path, prog: str, world: int | None = None
-) -> int:
+def main(argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]], presets: Path, prog: str) -> int:
     """Trains as the command line says; the exit code: 0, or 2 when something about it is wrong."""
     process.die_with_parent()
-    world, local = world or int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
     try:
         config, options = _load(argv, defaults, presets, world, local_world)

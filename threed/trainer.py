@@ -21,6 +21,7 @@ import torch
 from threed import collectives, ending
 from threed.arguments import to_toml
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.hf import export_hf
 from threed.data import Data, Prefetcher
 from threed.engine import Engine, StepMetrics
 from threed.forecast import Forecast
@@ -303,7 +304,7 @@ class Trainer:
         made = [("figures", path) for path in ending.draw(self.folder, self.data, self.forecast, self.spans, memory)]
         made += [("metrics", self.folder / "metrics.jsonl"), ("checkpoint", self.checkpoint(self.last_saved))]
         if self.config.checkpoint.export_hf:
-            made.append(("export", ending.export(made[-1][1], self.folder / "hf", self.data)))
+            made.append(("export", export_hf(made[-1][1], self.folder / "hf", self.data.tokenizer)))
         if text:
             note(f"the model writes:\n{text}\n")
         for what, path in made:

@@ -30,19 +30,16 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read, with the file and what to do."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """Writes tensors as a safetensors file, flushed to the disk; gives its sha256 in hex. OSError when it cannot."""
-    about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return stream_tensors(path, about, tensors.values(), metadata)
-
-
 def stream_tensors(
     path: Path,
     about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     tensors: Iterable[Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> str:
-    """Like `write_tensors`, but is told dtype and shape of all tensors first, and takes the tensors one by one."""
+    """Writes a safetensors file, flushed to the disk, from tensors that come one by one; gives its sha256 in hex.
+
+    about: dtype and shape of each, by name. OSError when it cannot be written, ValueError for other tensors than those.
+    """
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for part in _parts(about, tensors, metadata or {}):
@@ -84,8 +81,8 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable."""
+def sync(path: Path) -> None:
+    """Flushes a file, or a folder's list of names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -103,7 +100,7 @@ def publish(building: Path, path: Path) -> None:
 
     Where the system can swap two names in one step, `path` is a whole folder at every moment.
     """
-    sync_folder(building)
+    sync(building)
     if not path.exists():
         building.rename(path)
     elif _swap(building, path):
@@ -114,7 +111,7 @@ def publish(building: Path, path: Path) -> None:
         path.rename(old)
         building.rename(path)
         shutil.rmtree(old, ignore_errors=True)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def _swap(a: Path, b: Path) -> bool:

@@ -100,7 +100,7 @@ def _agree(problems: list[str | None], building: Path, everyone: Axis) -> None:
     if found:
         if everyone.index == 0:
             shutil.rmtree(building, ignore_errors=True)
-        collectives.exchange(None, everyone)
+        collectives.barrier(everyone)
         raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
 
 

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from threed.checkpoint.files import sync
+
 ABANDONED_S = 86400.0
 
 
@@ -153,12 +155,3 @@ def _remove_abandoned(folder: Path, name: str) -> None:
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > ABANDONED_S:
                 shutil.rmtree(path)
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -71,14 +71,10 @@ class DeepSpeedEngine:
     forward = __call__
 
     def _begin(self) -> None:
-        """Begins a step, leaving each part of the module in the mode it has."""
-        if self._open:
-            return
-        modes = [(module, module.training) for module in self.module.modules()]
-        self.engine.begin(self.translation.accumulation)
-        for module, mode in modes:
-            module.training = mode
-        self._open = True
+        """Begins a step."""
+        if not self._open:
+            self.engine.begin(self.translation.accumulation)
+            self._open = True
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """The backward of one micro-batch's mean loss, as its share of the mean over micro-batches and ranks.
@@ -138,12 +134,10 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
         """The mean loss over as many micro-batches as a step has, and over ranks, without training. Collective."""
-        modes = [(module, module.training) for module in self.module.modules()]
-        self.module.eval()
-        n = self.translation.accumulation
-        losses = [loss_of(self._run(next(data_iter))).double().reshape(1) for _ in range(n)]
-        for module, mode in modes:
-            module.training = mode
+        n, wrapped = self.translation.accumulation, self.engine.wrapped
+        assert wrapped is not None
+        with wrapped.evaluating():
+            losses = [loss_of(self._run(next(data_iter))).double().reshape(1) for _ in range(n)]
         mean = torch.cat(losses).sum().view(1) / (n * self.topology.dp)
         return collectives.sum_of_scalars(mean, self.topology.axis("world"))[0]
 
@@ -239,7 +233,7 @@ class DeepSpeedEngine:
         self.engine.save(Path(save_dir) / tag, {"client_state": dict(client_state or {})})
         if everyone.index == 0:
             files.write_text(Path(save_dir) / LATEST, tag)
-        collectives.exchange(None, everyone)  # nobody leaves before `latest` is there
+        collectives.barrier(everyone)  # nobody leaves before `latest` is there
         return True
 
     def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str | None, Any]:

@@ -42,6 +42,7 @@ def settle(section: Section, table: Table) -> None:
         section.refuse(key, off, why)
     for key, why in table.blocks.items():
         section.refuse_block(key, why)
+    section.close()
 
 
 def nothing(table: Table, why: str) -> Table:

@@ -52,7 +52,6 @@ def _find_place(zero: Section, key: str, table: keys.Table) -> tuple[str, str | 
     else:
         section.ignore("nvme_path", NO_NVME)
     keys.settle(section, keys.nothing(table, "nothing is offloaded") if device == "none" else table)
-    section.close()
     return device, path
 
 
@@ -69,4 +68,3 @@ def settle_aio(top: Section, to_nvme: bool) -> None:
         return
     section = top.section("aio")
     keys.settle(section, keys.AIO)
-    section.close()

@@ -139,9 +139,9 @@ class Section:
             return default
         return None if value is None else int(value)
 
-    def switch(self, key: str, default: bool, *, auto: Auto = Auto(), named: bool = False) -> bool:
+    def switch(self, key: str, default: bool, *, auto: Auto = Auto()) -> bool:
         """True or false."""
-        value, check = self.take(key, default, auto, named)
+        value, check = self.take(key, default, auto, named=False)
         if check and not isinstance(value, bool):
             self.problem(key, f"{shown(value)} must be true or false")
             return default

@@ -85,9 +85,7 @@ def translate(
     ):  # fmt: skip
         section = top.section(name)
         keys.settle(section, table)
-        section.close()
     keys.settle(top, keys.TOP)
-    top.close()
     if report.problems:
         raise ConfigError(report.problems)
     batch = micro * accumulation * world
@@ -143,8 +141,6 @@ def _precision(top: Section, model: ModelFacts) -> tuple[dict[str, Any], LossSca
     scale = _loss_scale(fp16, chosen["fp16"])
     keys.settle(fp16, keys.FP16)
     keys.settle(bf16, keys.BF16)
-    fp16.close()
-    bf16.close()
     grad = _grad_dtype(top.section("data_types"), dtype, wide)
     wire = _dtype(top, "communication_data_type")
     fixed = "dynamic" if scale is None or scale.dynamic else scale.initial
@@ -174,7 +170,6 @@ def _grad_dtype(types: Section, dtype: str, wide: str) -> str:
     if grad is None and dtype != wide:
         types.note("grad_accum_dtype", f"not given: {wide}, threed's own default (DeepSpeed's is {dtype})")
     keys.settle(types, keys.DATA_TYPES)
-    types.close()
     return grad or wide
 
 
@@ -203,7 +198,6 @@ def _zero(top: Section, world: int, model: ModelFacts, width: int) -> dict[str, 
     values["resident"] = _resident(zero, stage, Auto(10 * hidden if hidden else None, told, instead))
     values |= find_places(zero, stage)
     keys.settle(zero, keys.ZERO)
-    zero.close()
     return values
 
 

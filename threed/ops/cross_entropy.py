@@ -16,8 +16,6 @@ from torch import Tensor
 from threed import collectives
 from threed.topology import Axis
 
-IGNORE = -100
-
 
 def reference(logits: Tensor, targets: Tensor) -> Tensor:
     """The loss of every token, fp32 or fp64 [...], from whole logits [... v]; targets below 0 cost nothing."""

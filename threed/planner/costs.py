@@ -183,7 +183,7 @@ def embedding_cost(dims: Decoder) -> LayerCost:
     )
 
 
-def block_cost(dims: Decoder, name: str = "block") -> LayerCost:
+def block_cost(dims: Decoder) -> LayerCost:
     """Norm, attention, norm, feed-forward, each half added to its input.
 
     Four all-reduces of s b h elements travel per micro-batch, or with sequence parallelism their halves, the same bytes
@@ -196,7 +196,7 @@ def block_cost(dims: Decoder, name: str = "block") -> LayerCost:
     kept, rebuilt = _kept_and_rebuilt(dims)
     gathers = 2 * ring.all_gather(_hidden_bytes(dims, dims.tokens), dims.tensor) if dims.scattered else 0
     return LayerCost(
-        name=name,
+        name="block",
         parameters=sum(sizes),
         sizes=sizes,
         flops_forward=forward,
@@ -209,7 +209,7 @@ def block_cost(dims: Decoder, name: str = "block") -> LayerCost:
     )
 
 
-def head_cost(dims: Decoder, name: str = "head") -> LayerCost:
+def head_cost(dims: Decoder) -> LayerCost:
     """Final norm, projection to the vocabulary, and cross entropy on its shards.
 
     Cross entropy keeps the exponentials of the logits, in their own memory or, from 16-bit ones, in an fp32 copy, and
@@ -221,7 +221,7 @@ def head_cost(dims: Decoder, name: str = "head") -> LayerCost:
     narrow = dims.element_bytes if dims.element_bytes < 4 else 0
     exchange = ring.all_gather(dims.tensor * 3 * dims.tokens * dims.wide_bytes, dims.tensor)
     return LayerCost(
-        name=name,
+        name="head",
         parameters=norm + vocab * dims.hidden,
         sizes=(*_norm_sizes(dims), vocab * dims.hidden),
         flops_forward=forward,

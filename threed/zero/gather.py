@@ -16,6 +16,8 @@ overlapped with the unit before, and so is the exchange between ranks, which beg
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -56,10 +58,9 @@ class Gatherer:
 
     def __init__(self, layout: Layout, axis: Axis) -> None:
         self.layout, self.axis = layout, axis
-        self._published: dict[int, Pending] = {}  # by the bucket's number: gathers of what stays whole
-        self._numbers = {id(b): n for n, b in enumerate((*layout.buckets, *layout.frozen))}
-        self._buckets_of_unit: dict[int, list[int]] = {}
-        self._buckets_of_slot: dict[int, list[int]] = {}
+        self._published: dict[Bucket, Pending] = {}  # gathers of what stays whole
+        self._buckets_of_unit: dict[int, list[Bucket]] = {}
+        self._buckets_of_slot: dict[Slot, list[Bucket]] = {}
         self._groups_of_unit: dict[int, list[Group]] = {}
         self._coming: dict[Group, list[tuple[Bucket, Loan]]] = {}  # slices on their way, in the order of asking
         self._gathering: dict[Group, list[Pending]] = {}
@@ -74,11 +75,10 @@ class Gatherer:
             for unit in (group.kind.units or ()) if group.kind.tile is None else ():
                 self._groups_of_unit.setdefault(unit, []).append(group)
             for bucket in group.buckets if not group.sliced else ():
-                number = self._numbers[id(bucket)]
                 for slot in bucket.slots():
-                    self._buckets_of_slot.setdefault(id(slot), []).append(number)
+                    self._buckets_of_slot.setdefault(slot, []).append(bucket)
                 for unit in {unit for slot in bucket.slots() for unit in slot.units}:
-                    self._buckets_of_unit.setdefault(unit, []).append(number)
+                    self._buckets_of_unit.setdefault(unit, []).append(bucket)
 
     # ------------------------------------------------------------------------------------------------- what stays whole
 
@@ -87,19 +87,21 @@ class Gatherer:
         group = bucket.group
         if not group.sliced and group.shard.size > 1 and bucket.own is not None:
             window = group.params[bucket.first : bucket.last]
-            self._published[self._numbers[id(bucket)]] = collectives.start_all_gather(bucket.own, self.axis, out=window)
+            self._published[bucket] = collectives.start_all_gather(bucket.own, self.axis, out=window)
 
     def wait_for(self, slot: Slot) -> None:
         """Waits until one parameter that stays whole is."""
         if self._published:
-            for number in self._buckets_of_slot.get(id(slot), ()):
-                if number in self._published:
-                    self._published.pop(number).wait()
+            self._wait_for(self._buckets_of_slot.get(slot, ()))
 
     def settle(self) -> None:
         """Waits until all parameters that stay whole are."""
-        for number in list(self._published):
-            self._published.pop(number).wait()
+        self._wait_for(list(self._published))
+
+    def _wait_for(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket in self._published:
+                self._published.pop(bucket).wait()
 
     # ---------------------------------------------------------------------------------------------------- what does not
 
@@ -111,9 +113,7 @@ class Gatherer:
     def ready(self, unit: int) -> None:
         """Waits until all parameters of a unit are whole; begins to gather them if nobody has."""
         if self._published:
-            for number in self._buckets_of_unit.get(unit, ()):
-                if number in self._published:
-                    self._published.pop(number).wait()
+            self._wait_for(self._buckets_of_unit.get(unit, ()))
         for group in self._groups_of_unit.get(unit, ()):
             self.open(group, unit)
             self.wait(group)

@@ -41,10 +41,10 @@ class Whole:
 
     def __init__(self, layout: Layout) -> None:
         groups = [group for group in layout.groups if group.kind.trainable]
-        self._views = {id(slot): group.view(slot, group.grads) for group in groups for slot in group.slots}
+        self._views = {slot: group.view(slot, group.grads) for group in groups for slot in group.slots}
 
     def view(self, slot: Slot) -> Tensor:
-        return self._views[id(slot)]
+        return self._views[slot]
 
     def missing(self, slot: Slot, bucket: Bucket) -> None:
         first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
@@ -74,28 +74,28 @@ class ByBucket:
 
     def __init__(self, layout: Layout) -> None:
         self.dtype, self.arena = layout.policy.grad_dtype, layout.policy.arena
-        self._homes: dict[int, list[Bucket]] = {}
+        self._homes: dict[Slot, list[Bucket]] = {}
         for bucket in layout.buckets:
             for slot in bucket.slots():
-                self._homes.setdefault(id(slot), []).append(bucket)
-        self._gaps = {id(bucket): _gaps(bucket) for bucket in layout.buckets}
-        self._cut_slots = {id(b): [s for s in b.slots() if len(self._homes[id(s)]) > 1] for b in layout.buckets}
-        self._open: dict[int, Tensor] = {}
-        self._cut: dict[int, Tensor] = {}
-        self._to_leave: dict[int, int] = {}  # of a cut gradient: buckets that have not left
+                self._homes.setdefault(slot, []).append(bucket)
+        self._gaps = {bucket: _gaps(bucket) for bucket in layout.buckets}
+        self._cut_slots = {b: [s for s in b.slots() if len(self._homes[s]) > 1] for b in layout.buckets}
+        self._open: dict[Bucket, Tensor] = {}
+        self._cut: dict[Slot, Tensor] = {}
+        self._to_leave: dict[Slot, int] = {}  # of a cut gradient: buckets that have not left
         self._free: list[Tensor] = []
         self._passing: set[int] = set()  # buffers that are not used again
         self._users: dict[int, int] = {}  # of a buffer: whoever fills it, and windows of it that have not left
 
     def view(self, slot: Slot) -> Tensor:
-        homes = self._homes.get(id(slot), [])
+        homes = self._homes.get(slot, [])
         if len(homes) == 1:
             at = slot.first - homes[0].first
             return self._window(homes[0])[at : at + slot.param.numel()].view(slot.param.shape)
-        if id(slot) not in self._cut:
-            self._cut[id(slot)] = self._take(slot.param.numel(), slot.param.device, passing=not self.arena)
-            self._to_leave[id(slot)] = len(homes)
-        return self._cut[id(slot)][: slot.param.numel()].view(slot.param.shape)
+        if slot not in self._cut:
+            self._cut[slot] = self._take(slot.param.numel(), slot.param.device, passing=not self.arena)
+            self._to_leave[slot] = len(homes)
+        return self._cut[slot][: slot.param.numel()].view(slot.param.shape)
 
     def missing(self, slot: Slot, bucket: Bucket) -> None:
         first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
@@ -103,23 +103,23 @@ class ByBucket:
 
     def leave(self, bucket: Bucket) -> Tensor:
         window: Tensor | None = None
-        for slot in self._cut_slots[id(bucket)]:
-            if id(slot) not in self._cut:
+        for slot in self._cut_slots[bucket]:
+            if slot not in self._cut:
                 continue
             first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
-            buffer = self._cut[id(slot)]
+            buffer = self._cut[slot]
             part = buffer[first - slot.first : last - slot.first]
             if (first, last) == (bucket.first, bucket.last):
                 window = part  # nothing else lies in the bucket
                 self._users[id(buffer)] += 1
             else:
                 self._window(bucket)[first - bucket.first : last - bucket.first].copy_(part)
-            self._to_leave[id(slot)] -= 1
-            if not self._to_leave[id(slot)]:
-                self.left(self._cut.pop(id(slot)))
+            self._to_leave[slot] -= 1
+            if not self._to_leave[slot]:
+                self.left(self._cut.pop(slot))
         if window is None:
             window = self._window(bucket)
-            del self._open[id(bucket)]
+            del self._open[bucket]
         return window
 
     def left(self, window: Tensor) -> None:
@@ -142,13 +142,13 @@ class ByBucket:
             self._free.clear()
 
     def _window(self, bucket: Bucket) -> Tensor:
-        if id(bucket) not in self._open:
+        if bucket not in self._open:
             size = bucket.last - bucket.first
             window = self._take(size, bucket.group.params.device)[:size]
-            for first, last in self._gaps[id(bucket)]:
+            for first, last in self._gaps[bucket]:
                 window[first:last].zero_()
-            self._open[id(bucket)] = window
-        return self._open[id(bucket)]
+            self._open[bucket] = window
+        return self._open[bucket]
 
     def _take(self, size: int, device: torch.device, passing: bool = False) -> Tensor:
         """The smallest free buffer that is large enough, or a new one."""

@@ -75,12 +75,12 @@ class Hooks:
         self._given: set[Group] = set()
         self._saving: Any = None
         self._group_of_storage: dict[int, Group] = {}
-        self._group_of_slot: dict[int, Group] = {}
+        self._group_of_slot: dict[Slot, Group] = {}
         self._due: dict[Group, int] = {}
         for group in layout.groups:
             if group.sliced:
                 self._group_of_storage[group.params.untyped_storage()._cdata] = group
-                self._group_of_slot.update({id(slot): group for slot in group.slots})
+                self._group_of_slot.update(dict.fromkeys(group.slots, group))
         table.install(module.modules(), layout, gatherer, self.taken)
         for number, unit in enumerate(units):
             self._install(unit.module, number)
@@ -178,7 +178,7 @@ class Hooks:
             self._recent = [other for other in self._recent if other not in old]
 
     def _gradient_came(self, slot: Slot) -> None:
-        group = self._group_of_slot.get(id(slot))
+        group = self._group_of_slot.get(slot)
         if group is None:
             return
         self._due.setdefault(group, len(group.slots))

@@ -119,11 +119,11 @@ class Optimizer:
     def _update_in_turn(self, gradients: Sequence[Gradient], now: Moment, publish: bool) -> None:
         turn = self._turn[::-1] if self._keep and int(now.step) % 2 else self._turn  # alike on all ranks
         work = [(self.states[number], gradients[number].home) for number in turn]
-        last = {id(state) for state, _ in work[len(work) - self._keep :]}
+        last = {state for state, _ in work[len(work) - self._keep :]}
         with self.changing():
             for state, loans in on_loan((state, state.fetch_for_update(home)) for state, home in work):
                 try:
-                    self._update(state, loans, now, publish, keep=id(state) in last)
+                    self._update(state, loans, now, publish, keep=state in last)
                 except BaseException:
                     drop_all(loans)
                     raise

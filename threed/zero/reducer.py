@@ -142,34 +142,33 @@ class Reducer:
         self.layout, self.wire, self.dynamic = layout, wire, dynamic
         self.rounds = layout.policy.slices_gradients
         self.memory: Gradients = ByBucket(layout) if self.rounds else Whole(layout)
-        self._sinks: dict[int, Sink] = {}
-        self._buckets_of: dict[int, list[int]] = {}
+        self._sinks: dict[Slot, Sink] = {}
+        self._buckets_of: dict[Slot, list[int]] = {}
         for group in layout.groups:
             for slot in group.slots if group.kind.trainable else ():
                 sink = Sink(self, slot, 1 if dynamic else len(slot.places))
                 slot.param.sink = sink  # type: ignore[attr-defined]
                 slot.param.register_post_accumulate_grad_hook(_taken_by(weakref.ref(sink)))
-                self._sinks[id(slot)] = sink
+                self._sinks[slot] = sink
         self.sinks = list(self._sinks.values())
         self._slots = [bucket.slots() for bucket in layout.buckets]
         for number, slots in enumerate(self._slots):
             for slot in slots:
-                self._buckets_of.setdefault(id(slot), []).append(number)
+                self._buckets_of.setdefault(slot, []).append(number)
         self._passes = self._rounds_left = 1
         self._missing: list[int] = []
         self._begun = 0  # buckets of this round that have left
         self._travelling: deque[Travelling] = deque()
         self._arriving: deque[tuple[Travelling, Pending]] = deque()  # summed, and on their way to the host
-        self._squares: dict[int, Tensor] = {}  # of complete slices: by the bucket's number
-        self._numbers = {id(bucket): number for number, bucket in enumerate(layout.buckets)}
-        self._aside: dict[int, tuple[Slot, Tensor]] = {}
+        self._squares: dict[Bucket, Tensor] = {}  # of complete slices
+        self._aside: dict[Slot, Tensor] = {}
         self._first = True  # this step's first round
         self.gather_order: Callable[[], int] = lambda: 0  # what a step gathered, when that must be the same everywhere
         self.listener: Callable[[Slot], None] | None = None  # told of every parameter whose gradient is complete
 
     def sink_of(self, slot: Slot) -> Sink:
         """The sink of a trainable parameter."""
-        return self._sinks[id(slot)]
+        return self._sinks[slot]
 
     def begin(self, microbatches: int) -> None:
         """Expects the gradients of a step; what is left of one that was given up is forgotten."""
@@ -187,15 +186,15 @@ class Reducer:
     def _begin_round(self) -> None:
         for sink in self.sinks:
             sink.begin(self._passes)
-        due = {id(sink.slot) for sink in self.sinks if sink.due}
-        self._missing = [sum(id(slot) in due for slot in slots) for slots in self._slots]
+        due = {sink.slot for sink in self.sinks if sink.due}
+        self._missing = [sum(slot in due for slot in slots) for slots in self._slots]
         self._begun = 0
 
     def arrived(self, slot: Slot) -> None:
         """A parameter's gradient is complete; starts what has become ready, in the fixed order."""
         if self.listener is not None:
             self.listener(slot)
-        for number in self._buckets_of.get(id(slot), ()):  # a vocabulary shard of nothing may lie in no bucket
+        for number in self._buckets_of.get(slot, ()):  # a vocabulary shard of nothing may lie in no bucket
             self._missing[number] -= 1
         while self._begun < len(self._missing) and self._missing[self._begun] == 0:
             self._start()
@@ -252,7 +251,7 @@ class Reducer:
     def _put_back(self, bucket: Bucket, loan: Loan, complete: bool) -> None:
         """A bucket's slice goes home; what the norm needs of it is found while it is here, and in a cache."""
         if complete:
-            self._squares[self._numbers[id(bucket)]] = squares(loan.values)
+            self._squares[bucket] = squares(loan.values)
         loan.store()
 
     def pass_ended(self) -> None:
@@ -303,15 +302,15 @@ class Reducer:
                 own = loan.wait()
                 own.copy_(self._sum_over(own.to(device), _rest(bucket)).wait())
                 self._put_back(bucket, loan, complete=True)
-        return [self._gradient(number, total) for number, total in enumerate(sums)]
+        return [self._gradient(bucket, total) for bucket, total in zip(self.layout.buckets, sums, strict=True)]
 
-    def _gradient(self, number: int, total: Pending | None) -> Gradient:
-        home = self.layout.buckets[number].grad if total is None else InMemory(total.wait())
-        if number not in self._squares:  # summed just now; or the step had fewer micro-batches than announced
+    def _gradient(self, bucket: Bucket, total: Pending | None) -> Gradient:
+        home = bucket.grad if total is None else InMemory(total.wait())
+        if bucket not in self._squares:  # summed just now; or the step had fewer micro-batches than announced
             loan = home.fetch()
-            self._squares[number] = squares(loan.wait())
+            self._squares[bucket] = squares(loan.wait())
             loan.drop()
-        return Gradient(home, self._squares[number])
+        return Gradient(home, self._squares[bucket])
 
     def _sum_over(self, tensor: Tensor, axes: tuple[Axis, ...]) -> Pending:
         for axis in axes[:-1]:
@@ -323,22 +322,22 @@ class Reducer:
     def is_late(self, sink: Sink) -> bool:
         """Whether a contribution would come after its parameter was complete and may have left."""
         complete = sink.due <= 0 and sink.seen > 0
-        return complete or any(number < self._begun for number in self._buckets_of.get(id(sink.slot), ()))
+        return complete or any(number < self._begun for number in self._buckets_of.get(sink.slot, ()))
 
     def keep_aside(self, slot: Slot, grad: Tensor) -> None:
         """Adds up what came too late in this step."""
         if not self.dynamic:
             raise too_late(self.sink_of(slot))
         self.sink_of(slot).late += 1
-        if id(slot) in self._aside:
-            self._aside[id(slot)][1].add_(grad)
+        if slot in self._aside:
+            self._aside[slot].add_(grad)
         else:
-            self._aside[id(slot)] = (slot, grad.to(self.layout.policy.grad_dtype, copy=True))
+            self._aside[slot] = grad.to(self.layout.policy.grad_dtype, copy=True)
 
     def _send_what_was_late(self) -> None:
         """Sums again the buckets for which any rank kept something aside."""
         policy = self.layout.policy
-        mine = sorted({number for slot, _ in self._aside.values() for number in self._buckets_of.get(id(slot), ())})
+        mine = sorted({number for slot in self._aside for number in self._buckets_of.get(slot, ())})
         order = self.gather_order()
         told = collectives.exchange([order, mine], policy.shard)
         if any(other != order for other, _ in told):
@@ -354,9 +353,9 @@ class Reducer:
             device = bucket.group.params.device
             window = torch.zeros(bucket.last - bucket.first, dtype=policy.grad_dtype, device=device)
             for slot in self._slots[number]:
-                if id(slot) in self._aside:
+                if slot in self._aside:
                     first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
-                    grad = self._aside[id(slot)][1].view(-1)[first - slot.first : last - slot.first]
+                    grad = self._aside[slot].view(-1)[first - slot.first : last - slot.first]
                     window[first - bucket.first : last - bucket.first].copy_(grad)
             total = collectives.start_reduce_scatter(window, policy.shard, wire=self.wire)
             loan = bucket.grad.fetch()
