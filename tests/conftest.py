@@ -17,7 +17,7 @@ settings.load_profile("threed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "gpu" not in config.option.markexpr:  # else ranks that share a machine would fight over one GPU
+    if config.option.markexpr != "gpu":  # else ranks that share a machine would fight over one GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -28,6 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        reason = f"needs a CUDA device; torch {torch.__version__} sees none"
+        reason = f"needs a CUDA device, which torch {torch.__version__} does not see; run it by pytest -m gpu"
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))

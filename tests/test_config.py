@@ -289,6 +289,11 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
         ("--zero.offload-params cpu --zero.stage 2", 2, ["parameters are whole", "use --zero.stage 3"]),
         ("--zero.offload-optimizer nvme", 1, ["--zero.nvme-path FOLDER"]),
         ("--zero.tile 4 --zero.stage 2", 2, ["use --zero.stage 3"]),
+        (
+            "--zero.offload-optimizer nvme --recompute.mode full --recompute.offload nvme",
+            1,
+            ["--zero.offload-optimizer nvme, --recompute.offload nvme: say where"],
+        ),
         ("--zero.nvme-path /mnt", 1, ["--zero.offload-optimizer nvme, or leave it out"]),
         ("--zero.delayed-update true", 1, ["use --zero.offload-optimizer cpu"]),
         ("--zero.shard-size 3 --parallel.tp 3 --model.heads 6 --model.hidden 96 --model.seq 96", 8, ["world size 8"]),

@@ -88,14 +88,21 @@ def drawn(draw: random.Random, fixed: Values, count: int) -> Iterator[Case]:
             yield case
 
 
-def covering(seed: int) -> list[Case]:
-    """Few cases that cover every pair that any case does: greedily the one with most new pairs, of a random sample."""
-    draw, found = random.Random(seed), dict[Pair, list[Case]]()
+def attained(draw: random.Random, count: int) -> dict[Pair, list[Case]]:
+    """Every pair that some case covers, and such cases; `count` draws for each two values of two settings."""
+    found: dict[Pair, list[Case]] = {}
     for (a, first), (b, second) in itertools.combinations(SETTINGS.items(), 2):
         for one, other in itertools.product(first, second):
-            for case in drawn(draw, {a: one, b: other}, 60):
+            for case in drawn(draw, {a: one, b: other}, count):
                 for pair in pairs(case):
                     found.setdefault(pair, []).append(case)
+    return found
+
+
+def covering(seed: int) -> list[Case]:
+    """Few cases that cover every pair that any case does: greedily the one with most new pairs, of a random sample."""
+    draw = random.Random(seed)
+    found = attained(draw, 60)
     missing, chosen = set(found), list[Case]()
     while missing:
         able = found[min(missing, key=repr)]
@@ -170,6 +177,11 @@ def test_the_covering_set_has_every_shape_and_forgets_no_setting() -> None:
     shapes = {s for s in itertools.product((1, 2, 4), repeat=3) if s[0] * s[1] * s[2] <= RANKS}
     assert {(case.pp, case.dp, case.tp) for case in cases} == shapes
     assert all({getattr(case, name) for case in cases} == set(options) for name, options in SETTINGS.items())
+
+
+@pytest.mark.grid
+def test_the_covering_set_covers_what_any_case_does() -> None:
+    assert set().union(*map(pairs, covering(seed=0))) == set(attained(random.Random(99), 400))
 
 
 @pytest.mark.grid

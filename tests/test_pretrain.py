@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from threed import launch
 from threed.checkpoint import native
+from threed.config import Config
 from threed.monitor import heartbeat, metrics
 
 ROOT = Path(__file__).parent.parent
@@ -169,6 +171,20 @@ def test_an_interrupted_run_says_in_one_line_how_it_goes_on(folder: Path) -> Non
     assert len(own) == 1, output
     assert "the same command resumes from runs/tiny/checkpoints/step-" in own[0]
     assert output.count("Traceback") == 1, output  # the launcher's, which no program can keep quiet
+
+
+def test_how_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    def said(resume: str) -> str:
+        return launch._how_to_go_on(
+            Config.model_validate({"run": {"dir": str(tmp_path)}, "checkpoint": {"resume": resume}})
+        )
+
+    assert said("auto") == "nothing was saved yet"
+    newest = tmp_path / "checkpoints" / "step-10"
+    for path in (newest, newest.with_name("step-9"), newest.with_name("step-11.tmp")):
+        path.mkdir(parents=True)
+    assert said("auto") == f"the same command resumes from {newest}"
+    assert said("none") == f"the same command with --checkpoint.resume auto resumes from {newest}"
 
 
 def wait_for(condition: object, seconds: float = 100) -> None:

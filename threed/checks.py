@@ -152,7 +152,7 @@ def _check_offload(config: Config) -> Iterator[str]:
         if place == "nvme"
     ]
     if to_nvme and zero.nvme_path is None:
-        yield f"{to_nvme[0]} nvme: say where with --zero.nvme-path FOLDER, on a fast local drive"
+        yield f"{' nvme, '.join(to_nvme)} nvme: say where with --zero.nvme-path FOLDER, on a fast local drive"
     if zero.nvme_path is not None and not to_nvme:
         yield "--zero.nvme-path without anything offloaded to it: use --zero.offload-optimizer nvme, or leave it out"
     if zero.tile > 1 and zero.stage != 3:

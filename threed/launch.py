@@ -36,8 +36,23 @@ from threed.trainer import Trainer, candidates
 
 
 def main(argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]], presets: Path, prog: str) -> int:
-    """Trains as the command line says; the exit code: 0, or 2 when something about it is wrong."""
+    """Trains as the command line says; the exit code: 0, or 2 when something about it is wrong.
+
+    An interrupt (Ctrl-C) is answered by one line, and ends the process as it would have without.
+    """
     process.die_with_parent()
+    try:
+        return _run(argv, defaults, presets, prog)
+    except KeyboardInterrupt as interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher passes on what the terminal sent already
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            print(f"threed: interrupted; {interrupt or 'nothing was begun yet'}", flush=True)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise
+
+
+def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: Path, prog: str) -> int:
     world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
     try:
@@ -63,13 +78,17 @@ def main(argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]], presets:
         print(f"threed: {error}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough: a launcher passes on what the terminal sent too
-        newest = next(candidates(Path(config.run.dir or "runs"), "auto"), None)
-        then = "nothing was saved yet" if newest is None else f"the same command resumes from {newest}"
-        _say(f"threed: interrupted; {then}", local)
-        code = 128 + signal.SIGINT
+        raise KeyboardInterrupt(_how_to_go_on(config)) from None
     collectives.leave(code)
     return code
+
+
+def _how_to_go_on(config: Config) -> str:
+    newest = next(candidates(Path(config.run.dir or "runs"), "auto"), None)
+    if newest is None:
+        return "nothing was saved yet"
+    more = "" if config.checkpoint.resume == "auto" else " with --checkpoint.resume auto"
+    return f"the same command{more} resumes from {newest}"
 
 
 def _load(

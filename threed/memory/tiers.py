@@ -116,9 +116,8 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
         return done(values)
     if not (values.is_cuda and device.type == "cpu"):
         return done(values.to(device))
-    stream = _copy_stream(values.device, "out")
-    stream.wait_stream(torch.cuda.current_stream(values.device))
-    with torch.cuda.stream(stream):
+    stream = copy_stream(values.device, "out")
+    with beside(stream):
         out = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
         values.record_stream(stream)
         copied = stream.record_event()
@@ -131,17 +130,17 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[None]:
-    """What a GPU is told in here, copies from the host first of all, comes after what it was told before, and runs
-    beside what it is told later: that has to wait for it."""
-    stream = _copy_stream(device, "in")
-    stream.wait_stream(torch.cuda.current_stream(device))
+def beside(stream: torch.cuda.Stream) -> Iterator[None]:
+    """What a GPU is told in here comes after what it was told before, and runs beside what it is told later, which has
+    to wait for it where it uses it. So memory of this stream may be let go once its last use was told."""
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         yield
 
 
 @functools.cache
-def _copy_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
+def copy_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
+    """The stream of copies between the host and a GPU, one for each direction."""
     return torch.cuda.Stream(device)
 
 

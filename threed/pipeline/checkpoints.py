@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from threed.layers.recompute import Selective
 from threed.layers.slicing import Slicing
 from threed.memory.arena import Arena
 from threed.memory.io import BLOCK, Disk
-from threed.memory.tiers import Drive, Home, InMemory, Loan, OnDrive
+from threed.memory.tiers import Drive, Home, InMemory, Loan, OnDrive, beside
 from threed.topology import Axis, Topology
 
 FETCH_AHEAD = 2  # inputs on their way from the drive
@@ -118,10 +118,10 @@ class Keeper:
     def __init__(self, axis: Axis | None, homes: Homes | None, device: torch.device, away: bool = False) -> None:
         self.axis, self.homes, self.device = axis, homes, device
         self._stream = torch.cuda.Stream(device) if away and device.type == "cuda" else None
-        self._leaving: deque[tuple[torch.cuda.Event, Loan]] = deque()
+        self._leaving: deque[tuple[torch.cuda.Event, Loan, Tensor]] = deque()
 
     def keep(self, x: Tensor) -> Kept:
-        """Keeps x [any shape]; what it lies in may be freed or used again as soon as this returns."""
+        """Keeps x [any shape]; it may be let go as soon as this returns."""
         kept, part, numel = Kept(x.shape), x.detach(), x.numel()
         if self.axis is not None:
             numel = -(-numel // self.axis.size)
@@ -149,19 +149,19 @@ class Keeper:
             target.copy_(part)
             loan.store()
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        with beside(self._stream):
             target.copy_(part, non_blocking=True)
-            part.record_stream(self._stream)
-            if not isinstance(loan, InMemory):  # in memory, whatever comes after it on this stream finds it there
-                self._leaving.append((self._stream.record_event(), loan))
+            self._leaving.append((self._stream.record_event(), loan, part))
         self._store_left(at_most=1)
 
     def _store_left(self, at_most: int) -> None:
-        """What has come from the device may go on; all but the last few are waited for."""
+        """What has come from the device may go on, and its memory there be used again; all but the last few are waited
+        for: by the device, and by the host where it has to write them to a drive."""
         while self._leaving and (len(self._leaving) > at_most or self._leaving[0][0].query()):
-            event, loan = self._leaving.popleft()
-            event.synchronize()
+            event, loan, _ = self._leaving.popleft()
+            torch.cuda.current_stream(self.device).wait_event(event)
+            if not isinstance(loan, InMemory):
+                event.synchronize()
             loan.store()
 
     def fetch(self, kept: Kept) -> None:
@@ -173,40 +173,30 @@ class Keeper:
     def bring(self, kept: Kept) -> None:
         """Begins to make it whole on the device."""
         self.fetch(kept)
-        if kept.value is None:
-            assert kept.loan is not None
-            values = kept.loan.wait()
-            with self._beside():
-                kept.value = values.to(self.device, non_blocking=True)
+        with nullcontext() if self._stream is None else beside(self._stream):
+            if kept.value is None:
+                assert kept.loan is not None
+                kept.value = kept.loan.wait().to(self.device, non_blocking=True)
                 kept.arrived = None if self._stream is None else self._stream.record_event()
-        if self.axis is not None and kept.gathering is None:
-            with self._beside():
+            if self.axis is not None and kept.gathering is None:
                 kept.gathering = collectives.start_all_gather(kept.value, self.axis)
-
-    def _beside(self) -> AbstractContextManager[Any]:
-        """What a GPU is told in here runs beside what it computes."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def take(self, kept: Kept) -> Tensor:
         """The input, as it was; until `drop` it may lie in the place where it was kept."""
         self.bring(kept)
         assert kept.value is not None
-        whole, arrived = kept.value, kept.arrived
+        whole = kept.value
+        if kept.arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(kept.arrived)
         if kept.gathering is not None:
             whole = kept.gathering.wait()
             self.drop(kept)
-        if arrived is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(arrived)
-            whole.record_stream(current)
         return whole[: kept.shape.numel()].view(kept.shape) if self.axis is not None or kept.home else whole
 
     def drop(self, kept: Kept) -> None:
         """It is not needed any more; dropping it again does nothing."""
         if kept.gathering is not None:
             kept.gathering.wait()
-            if kept.arrived is not None and kept.value is not None:  # memory of another stream, read by the gather
-                kept.value.record_stream(torch.cuda.current_stream(self.device))
         if kept.loan is not None:
             if self._stream is not None and not isinstance(kept.home, InMemory):
                 self._stream.synchronize()  # the drive may fill the buffer anew, while it is read from

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
-from threed.memory.tiers import InMemory, Loan, beside
+from threed.memory.tiers import InMemory, Loan, beside, copy_stream
 from threed.topology import Axis
 from threed.zero.layout import Bucket, Group, Layout, Slot
 
@@ -177,11 +177,12 @@ class Gatherer:
 
     def _gather_from_host(self, window: Tensor, own: Tensor, loan: Loan) -> Pending:
         """The same from page-locked memory to a GPU, beside what it computes."""
-        with beside(window.device):
+        stream = copy_stream(window.device, "in")
+        with beside(stream):
             own = own.to(window.device, non_blocking=True)
-            copied = torch.cuda.current_stream(window.device).record_event()
+            copied = stream.record_event()
             pending = collectives.start_all_gather(own, self.axis, out=window)
-            gathered = torch.cuda.current_stream(window.device).record_event()
+            gathered = stream.record_event()
 
         def finish() -> Tensor:
             whole = pending.wait()
