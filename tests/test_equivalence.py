@@ -100,14 +100,15 @@ def attained(draw: random.Random, count: int) -> dict[Pair, list[Case]]:
 
 
 def covering(seed: int) -> list[Case]:
-    """Few cases that cover every pair that any case does: greedily the one with most new pairs, of a random sample."""
+    """Few and cheap cases that cover every pair that any case does: greedily, of a random sample, the one with most new
+    pairs for the root of its cost."""
     draw = random.Random(seed)
     found = attained(draw, 60)
     missing, chosen = set(found), list[Case]()
     while missing:
         able = found[min(missing, key=repr)]
         sample = draw.sample(able, min(len(able), 60))
-        chosen.append(max(sample, key=lambda case: len(pairs(case) & missing)))
+        chosen.append(max(sample, key=lambda c: len(pairs(c) & missing) / (c.world * c.microbatches) ** 0.5))
         missing -= pairs(chosen[-1])
     return chosen
 
