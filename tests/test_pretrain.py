@@ -83,22 +83,12 @@ def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) ->
 
 
 def test_llama_trains_on_one_rank_and_its_export_loads(folder: Path) -> None:
-    flags = [
-        "--preset",
-        "llama-tiny",
-        *QUICK,
-        "--train.steps",
-        "2",
-        "--checkpoint.resume",
-        "none",
-        "--log.wandb",
-        "off",
-    ]
+    flags = ["--preset", "llama-tiny", *QUICK, "--train.steps", "2", "--checkpoint.resume", "none"]
+    flags += ["--log.wandb", "off"]
     done = start(folder, 1, "llama.py", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     (goes_on,) = (line for line in done.stdout.splitlines() if line.startswith("resume"))
-    assert goes_on.endswith("--log.wandb off")
-    assert "--checkpoint.resume" not in goes_on  # this run's checkpoints would be set aside
+    assert goes_on.endswith("--log.wandb off --checkpoint.resume auto")  # else its checkpoints would be set aside
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "runs" / "llama-tiny" / "hf")
@@ -185,6 +175,7 @@ def test_how_an_interrupted_run_goes_on(tmp_path: Path) -> None:
         path.mkdir(parents=True)
     assert said("auto") == f"the same command resumes from {newest}"
     assert said("none") == f"the same command with --checkpoint.resume auto resumes from {newest}"
+    assert said(str(newest)) == said("none")  # the same command would go back to the one it was given
 
 
 def wait_for(condition: object, seconds: float = 100) -> None:

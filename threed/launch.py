@@ -32,7 +32,7 @@ from threed.layers import Slicing
 from threed.memory.io import SwapError
 from threed.monitor import process
 from threed.topology import Topology
-from threed.trainer import Trainer, candidates
+from threed.trainer import Trainer, candidates, resuming_flags
 
 
 def main(argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]], presets: Path, prog: str) -> int:
@@ -87,8 +87,8 @@ def _how_to_go_on(config: Config) -> str:
     newest = next(candidates(Path(config.run.dir or "runs"), "auto"), None)
     if newest is None:
         return "nothing was saved yet"
-    more = "" if config.checkpoint.resume == "auto" else " with --checkpoint.resume auto"
-    return f"the same command{more} resumes from {newest}"
+    more = resuming_flags(config)
+    return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"
 
 
 def _load(

@@ -22,6 +22,7 @@ from threed import collectives, ending
 from threed.arguments import to_toml
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf import export_hf
+from threed.config import Config
 from threed.data import Data, Prefetcher
 from threed.engine import Engine, StepMetrics
 from threed.forecast import Forecast
@@ -39,6 +40,11 @@ def candidates(folder: Path, resume: str) -> Iterator[Path]:
         yield from sorted(steps, key=lambda path: int(path.name[5:]), reverse=True)
     elif resume != "none":
         yield Path(resume)
+
+
+def resuming_flags(config: Config) -> list[str]:
+    """What to add to a run's command line to go on from its newest checkpoint: of a repeated key the last one wins."""
+    return [] if config.checkpoint.resume == "auto" else ["--checkpoint.resume", "auto"]
 
 
 class Trainer:
@@ -313,17 +319,8 @@ class Trainer:
 
     def _resume_command(self) -> str:
         """What to type to train on."""
-        program, *flags = self.command
-        if self.config.checkpoint.resume == "none":  # said once: again, it would set this run's checkpoints aside
-            flags = _without(flags, "--checkpoint.resume")
         ranks = f"--standalone --nproc-per-node {self.topology.world}"
-        return f"torchrun {ranks} {program} {shlex.join(flags)}"
-
-
-def _without(flags: list[str], key: str) -> list[str]:
-    """Flags but one, given as `--key value` or `--key=value`."""
-    at = {n for n, flag in enumerate(flags) if flag == key}
-    return [f for n, f in enumerate(flags) if not ({n, n - 1} & at or f.startswith(f"{key}="))]
+        return f"torchrun {ranks} {shlex.join([*self.command, *resuming_flags(self.config)])}"
 
 
 def _allocated(device: torch.device) -> int:
