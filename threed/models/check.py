@@ -24,6 +24,7 @@ from threed.layers.slicing import Slicing
 from threed.sharding import ModelError, ShardSpec, intersect
 from threed.topology import Axis, same_place
 
+MOST = 8  # problems that one message lists
 Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a box
 
 
@@ -71,7 +72,8 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, tensor: Axis, world: Ax
                 )
             else:
                 uses.append(Use(name, path, param, spec))
-    problems += [*_doubled(uses), *_unlike(uses), *_badly_cut(uses, tensor)]
+    cut = list(_badly_cut(uses, tensor))
+    problems += [*_doubled(uses), *_unlike(uses), *([] if problems else cut)]
     description = [[use.layer, use.path, use.spec.name, use.facts()] for use in uses]
     digest = hashlib.sha256(repr(description).encode()).hexdigest()
     everyone = collectives.exchange([problems, digest], world)
@@ -81,7 +83,8 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, tensor: Axis, world: Ax
         everyone = [[found, ""] for found in collectives.exchange(mine, world)]
     found = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))
     if found:
-        raise ModelError("\n".join(found))
+        more = [f"... and {len(found) - MOST} more"] if len(found) > MOST else []
+        raise ModelError("\n".join(found[:MOST] + more))
 
 
 def _doubled(uses: Iterable[Use]) -> Iterator[str]:
