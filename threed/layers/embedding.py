@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threed import collectives
 from threed.collectives import split
 from threed.layers.slicing import Slicing, sink_of
 from threed.sharding import Init, Piece, ShardSpec, matrix, parameter
@@ -61,8 +60,7 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x: Tensor = _Lookup.apply(tokens.t(), self.weight, self.first)
-        total = collectives.scatter_to if self.slicing.scattered else collectives.reduce_from
-        return total(x, self.slicing.tp)
+        return self.slicing.reduce(x)
 
 
 class PositionEmbedding(nn.Module):
@@ -72,7 +70,7 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.slicing = slicing
         piece = Piece(f"{name}.weight", (length, hidden), (0, 0), (length, hidden), init=Init(std=std))
-        self.weight = parameter(ShardSpec((piece,), slicing.replicated, slicing.partial), (length, hidden))
+        self.weight = parameter(slicing.shared(piece, decay=True), (length, hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         first, last = self.slicing.rows(x.shape[0] * (self.slicing.tp.size if self.slicing.scattered else 1))
