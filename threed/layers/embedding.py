@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from threed import collectives
 from threed.collectives import split
 from threed.layers.slicing import Slicing, sink_of
 from threed.sharding import Init, Piece, ShardSpec, matrix, parameter
@@ -60,7 +61,8 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x: Tensor = _Lookup.apply(tokens.t(), self.weight, self.first)
-        return self.slicing.reduce(x)
+        total = collectives.scatter_to if self.slicing.scattered else collectives.reduce_from
+        return total(x, self.slicing.tp)
 
 
 class PositionEmbedding(nn.Module):
