@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import threed
 from threed import collectives, layers
 from threed.arguments import format_problems, load_checked
-from threed.config import ConfigError, ModelConfig, resolve
-from threed.data import open_data
+from threed.config import Config, ConfigError, ModelConfig, resolve
+from threed.data import Data, open_data
 
 # What this program's keys are unless the command line says otherwise.
 DEFAULTS = {
@@ -67,18 +67,21 @@ class ParallelModel:
         return [0.0, *[12.0 * c.hidden**2] * c.layers, float(c.hidden * (c.vocab or 0))]
 
 
-def main() -> None:
+def configure() -> tuple[Config, Data]:
+    """What the command line says, all of it checked, and the data."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         config, _ = load_checked(sys.argv[1:], defaults=DEFAULTS, presets=Path(), world_size=world)
     except ConfigError as error:
         sys.exit(format_problems(error.problems))
-    d, train = config.data, config.train
-    data = open_data(d.path, d.tokenizer, d.split, config.model.seq, train.seed)
-    config = resolve(config, data.vocab, world)
-    topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)
-    slicing = threed.Slicing(topology.axis("tp"), bool(config.parallel.sequence), train.seed, config.zero.tile)
-    engine = threed.Engine(ParallelModel(config.model, slicing), topology, config)
+    d = config.data
+    data = open_data(d.path, d.tokenizer, d.split, config.model.seq, config.train.seed)
+    return resolve(config, data.vocab, world), data
+
+
+def train(engine: threed.Engine, data: Data) -> None:
+    """Every step, and what came of it."""
+    topology, train = engine.topology, engine.config.train
     share = train.global_batch // topology.dp  # sequences of a step that are this data rank's
     for step in range(train.steps):
         first = step * train.global_batch + topology.axis("dp").index * share
@@ -89,6 +92,14 @@ def main() -> None:
     if topology.rank == 0:
         print(f"{sum(w.numel() for w in weights.values()):,} parameters in {len(weights)} tensors")
     collectives.leave()
+
+
+def main() -> None:
+    config, data = configure()
+    topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)
+    slicing = threed.Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
+    engine = threed.Engine(ParallelModel(config.model, slicing), topology, config)
+    train(engine, data)
 
 
 if __name__ == "__main__":

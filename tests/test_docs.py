@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PRESETS = ROOT / "pretrain" / "presets"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLE, WRAPPING = ROOT / "examples" / "custom_model.py", ROOT / "examples" / "wrap_transformers.py"
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FOLDERS = ("threed/", "pretrain/", "examples/", "benchmarks/", "tests/", "docs/", "csrc/", ".ci/")
 KEYS = {f"--{group}.{key_name(name)}" for group, model in GROUPS.items() for name in model.model_fields}
 
@@ -74,7 +75,8 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_every_file_that_is_named_exists(path: Path) -> None:
     for word in inline(path.read_text()):
         if word.startswith(FOLDERS) and not re.search(r"[<>{}]", word):
-            assert any(ROOT.glob(word.rstrip("/,."))), f"{word}: no such file"
+            file = word.partition(":")[0]  # of FILE.py:NAME
+            assert any(ROOT.glob(file.rstrip("/,."))), f"{word}: no such file"
 
 
 def rows_of_the_file_map() -> Iterator[tuple[list[str], str]]:
@@ -205,7 +207,7 @@ def test_the_report_of_problems_is_a_real_one() -> None:
 def test_python_code_runs_or_is_part_of_an_example(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(schedules, "_SCHEDULES", dict(schedules._SCHEDULES))  # what a page registers goes with it
     for block in blocks(path, "python"):
-        if block not in EXAMPLE.read_text() and block not in WRAPPING.read_text():
+        if not any(block in example.read_text() for example in EXAMPLES):
             code = compile(textwrap.dedent(block), str(path), "exec")
             if "threed.initialize" in block:  # it makes a process group
                 run_ranks(1, run_beside_a_model, block, str(tmp_path))

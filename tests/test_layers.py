@@ -21,7 +21,7 @@ from tests.harness import run_ranks
 from threed import collectives, layers, rng
 from threed.layers import MicroBatch, Slicing
 from threed.pipeline.build import blocks
-from threed.sharding import Piece, attach, spec_of
+from threed.sharding import Piece, ShardSpec, attach, parameter, spec_of, vector
 from threed.topology import Axis, Topology
 from threed.zero import layout
 from threed.zero.layout import Policy
@@ -75,7 +75,15 @@ def rotary(x: Tensor, theta: float) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def attention(w: Weights, x: Tensor, heads: int, kv: int, d: int, theta: float | None, normed: bool) -> Tensor:
+def causal(scores: Tensor) -> Tensor:
+    return scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -torch.inf)
+
+
+def attention(
+    w: Weights, x: Tensor, heads: int, kv: int, d: int, theta: float | None = None, normed: bool = False,
+    core: Callable[[Tensor], Tensor] = causal,
+) -> Tensor:  # fmt: skip
+    """core: what is made of the scores [b a s s] before the softmax."""
     s, b, _ = x.shape
     q, k, v = (linear(w, f"a.{n}", x).view(s, b, -1, d) for n in ("query", "key", "value"))
     if normed:
@@ -84,8 +92,12 @@ def attention(w: Weights, x: Tensor, heads: int, kv: int, d: int, theta: float |
         q, k = rotary(q, theta), rotary(k, theta)
     k, v = (part.repeat_interleave(heads // kv, dim=2) for part in (k, v))
     scores = torch.einsum("sbad,tbad->bast", q, k) / math.sqrt(d)
-    scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -torch.inf)
-    return linear(w, "a.out", torch.einsum("bast,tbad->sbad", scores.softmax(-1), v).reshape(s, b, heads * d))
+    y = torch.einsum("bast,tbad->sbad", core(scores).softmax(-1), v)
+    return linear(w, "a.out", y.reshape(s, b, heads * d))
+
+
+def distance() -> Tensor:
+    return torch.arange(S).view(-1, 1) - torch.arange(S)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -123,6 +135,85 @@ def word(w: Weights, tokens: Tensor) -> Tensor:
 
 def embedding(w: Weights, tokens: Tensor) -> Tensor:
     return dropout(w["e.word.weight"][tokens.t()] + w["e.position.weight"][:S].unsqueeze(1), "e.dropout")
+
+
+# ------------------------------------------------------------------------------------------- parts that users bring
+
+
+def look_back(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    at = torch.arange(len(q)).view(-1, 1) - torch.arange(len(q))
+    return layers.attend(q, k, v, (at >= 0) & (at < window))
+
+
+def soft_cap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Gemma 2's, in four dimensions, on its own way from scores to values."""
+    k, v = (part.repeat_interleave(q.shape[2] // part.shape[2], dim=2) for part in (k, v))
+    scores = 2.0 * torch.tanh(torch.einsum("sbad,tbad->bast", q, k) / math.sqrt(q.shape[-1]) / 2.0)
+    return torch.einsum("bast,tbad->sbad", causal(scores).softmax(-1), v)
+
+
+class Slopes(nn.Module):
+    """ALiBi with slopes [a] that are learned, cut by heads, and a temperature [1] that all heads share."""
+
+    def __init__(self, heads: int, slicing: Slicing) -> None:
+        super().__init__()
+        first, last = slicing.heads(heads)
+        self.slopes = parameter(ShardSpec((vector("a.slopes", heads, (first, last)),), decay=False), (last - first,))
+        self.heat = parameter(slicing.shared(vector("a.heat", 1), partial=True), (1,))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bias = (self.slopes.view(-1, 1, 1) * distance()).masked_fill(distance() < 0, -torch.inf)
+        return layers.attend(q * self.heat, k, v, bias)
+
+
+class OverHeads(nn.Module):
+    """A linear layer that every head goes through by itself."""
+
+    def __init__(self, slicing: Slicing) -> None:
+        super().__init__()
+        self.up = layers.ColumnLinear("o", H, [("up", 12)], slicing, multiple=3)
+        self.each = layers.ReplicatedLinear("o.each", 3, 5, slicing, partial=True)
+        self.down = layers.RowLinear("o.down", 20, H, slicing, multiple=5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.each(self.up(x).unflatten(-1, (-1, 3))).flatten(2))
+
+
+class OfTheWhole(nn.Module):
+    """A linear layer on the sum of all positions; every rank has all of its input and of its gradient."""
+
+    def __init__(self, slicing: Slicing) -> None:
+        super().__init__()
+        self.slicing = slicing
+        self.out = layers.ReplicatedLinear("p", H, 5, slicing, partial=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.sum(0)
+        return self.out(collectives.reduce_from(total, self.slicing.tp) if self.slicing.scattered else total)
+
+
+class Swish(nn.Module):
+    """x sigmoid(beta x) with a beta [1] that all features share, of which a rank sees its own."""
+
+    def __init__(self, slicing: Slicing) -> None:
+        super().__init__()
+        self.beta = parameter(slicing.shared(vector("m.beta", 1), partial=True), (1,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+def over_heads(w: Weights, x: Tensor) -> Tensor:
+    return linear(w, "o.down", torch.cat([linear(w, "o.each", part) for part in linear(w, "o.up", x).split(3, -1)], -1))
+
+
+def with_swish(w: Weights, x: Tensor) -> Tensor:
+    up = linear(w, "m.up", x)
+    return linear(w, "m.down", up * torch.sigmoid(w["m.beta"] * up))
+
+
+def with_relu(w: Weights, x: Tensor) -> Tensor:
+    return linear(w, "m.down", linear(w, "m.gate", x).clamp(min=0) * linear(w, "m.up", x))
 
 
 # ---------------------------------------------------------------------------------------------------------- cases
@@ -170,6 +261,18 @@ def attention_case(
     )
 
 
+def core_case(
+    heads: int, kv: int, d: int, core: Callable[[Slicing], Callable[..., Tensor]],
+    scores: Callable[[Weights, Tensor], Tensor], theta: float | None = None,
+) -> Case:  # fmt: skip
+    return Case(
+        lambda slicing: layers.Attention(
+            "a", H, heads, slicing, kv_heads=kv, head_dim=d, rotary=theta, core=core(slicing)
+        ),
+        lambda w, x: attention(w, x, heads, kv, d, theta, core=functools.partial(scores, w)),
+    )
+
+
 CASES = {
     "column": Case(
         lambda slicing: layers.ColumnLinear("c", H, [("one", 12), ("two", 7)], slicing),
@@ -188,6 +291,14 @@ CASES = {
         lambda slicing: layers.RowLinear("r", 14, H, slicing, bias=False), lambda w, x: linear(w, "r", x),
         into="columns", width=14,
     ),
+    "replicated": Case(
+        lambda slicing: layers.ReplicatedLinear("l", H, 7, slicing), lambda w, x: linear(w, "l", x)
+    ),
+    "replicated without bias": Case(
+        lambda slicing: layers.ReplicatedLinear("l", H, 7, slicing, bias=False), lambda w, x: linear(w, "l", x)
+    ),
+    "replicated, over heads": Case(OverHeads, over_heads),
+    "replicated, of the whole": Case(OfTheWhole, lambda w, x: linear(w, "p", x.sum(0, keepdim=True))[0], out="whole"),
     "layer norm": Case(lambda slicing: layers.LayerNorm("n", H, slicing), lambda w, x: layer_norm(w, "n", x)),
     "rms norm": Case(lambda slicing: layers.RMSNorm("n", H, slicing), lambda w, x: rms_norm(w, "n", x)),
     "attention": attention_case(4, 4, 4),
@@ -196,6 +307,22 @@ CASES = {
     "attention, 2 kv heads": attention_case(8, 2, 4, theta=100.0),
     "attention, 1 kv head, bias, normed": attention_case(4, 1, 4, theta=10000.0, normed=True),
     "attention, normed": attention_case(4, 4, 4, theta=10000.0, normed=True, bias=False),
+    "attention, window": core_case(
+        4, 4, 3, lambda slicing: functools.partial(look_back, window=3),
+        lambda w, x: causal(x).masked_fill(distance() >= 3, -torch.inf),
+    ),
+    "attention, window beyond the sequence, 2 kv heads": core_case(
+        8, 2, 3, lambda slicing: functools.partial(look_back, window=S + 5), lambda w, x: causal(x)
+    ),
+    "attention, soft cap, 1 kv head, rotary": core_case(
+        4, 1, 4, lambda slicing: soft_cap, lambda w, x: causal(2.0 * torch.tanh(x / 2.0)), theta=100.0
+    ),
+    "attention, learned slopes": core_case(
+        8, 4, 3, lambda slicing: Slopes(8, slicing),
+        lambda w, x: causal(x * w["a.heat"] + w["a.slopes"].view(-1, 1, 1) * distance()),
+    ),
+    "mlp, swish": Case(lambda slicing: layers.MLP("m", H, 22, slicing, activation=Swish(slicing)), with_swish),
+    "gated mlp, relu": Case(lambda slicing: layers.GatedMLP("m", H, 22, slicing, activation=F.relu), with_relu),
     "mlp": Case(lambda slicing: layers.MLP("m", H, 22, slicing), mlp),
     "gated mlp": Case(lambda slicing: layers.GatedMLP("m", H, 22, slicing), gated),
     "gated mlp with bias": Case(lambda slicing: layers.GatedMLP("m", H, 22, slicing, bias=True), gated),
@@ -353,3 +480,14 @@ def test_a_layer_on_one_rank_is_its_twin(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_cut_over_ranks_is_its_twin(name: str, tp: int) -> None:
     run_ranks(tp, check_all, name, tp)
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(6, 2), (4, 4), (5, 3), (2, 4), (1, 6), (2, 6), (3, 1)])
+def test_heads_of_a_rank_are_those_that_its_layers_hold(count: int, ranks: int) -> None:
+    held = [Slicing(Axis("tp", tuple(range(ranks)), i)).heads(count) for i in range(ranks)]
+    assert {n for first, last in held for n in range(first, last)} == set(range(count))
+    assert all(last - first >= 1 for first, last in held)
+    if count >= ranks:
+        assert [first for first, _ in held[1:]] == [last for _, last in held[:-1]]  # each once
+    else:
+        assert [first for first, _ in held] == [i // (ranks // count) for i in range(ranks)]  # shared by neighbours

@@ -5,16 +5,16 @@ Between blocks activations are [s b h] (sequence first, so that gathering along 
 pipeline stage is built.
 """
 
-from threed.layers.attention import Attention
+from threed.layers.attention import Attention, attend, rotate
 from threed.layers.block import Block, Embedding
 from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
-from threed.layers.linear import ColumnLinear, RowLinear
+from threed.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, TiledLinear
 from threed.layers.loss import LanguageModelHead
-from threed.layers.mlp import MLP, GatedMLP
+from threed.layers.mlp import MLP, GatedMLP, gelu
 from threed.layers.norm import LayerNorm, RMSNorm
+from threed.layers.recompute import Recompute
 from threed.layers.slicing import MicroBatch, Slicing
-from threed.layers.tiled import TiledLinear
 
 __all__ = [
     "MLP",
@@ -29,8 +29,13 @@ __all__ = [
     "MicroBatch",
     "PositionEmbedding",
     "RMSNorm",
+    "Recompute",
+    "ReplicatedLinear",
     "RowLinear",
     "Slicing",
     "TiledLinear",
     "VocabEmbedding",
+    "attend",
+    "gelu",
+    "rotate",
 ]

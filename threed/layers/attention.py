@@ -1,4 +1,4 @@
-"""Causal self-attention, cut by heads: multi-head, grouped-query, rotary or not, with or without q/k norms.
+"""Self-attention, cut by heads: multi-head, grouped-query, rotary or not, with or without q/k norms, any core.
 
 Query, key and value are packed into one column-parallel matmul. With fewer key/value heads than tensor ranks, so many
 neighbours share a head: then query and key/value are two matmuls behind one gather, because their gradients are
@@ -8,17 +8,19 @@ reduced over different ranks.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from threed import collectives
 from threed.layers.linear import ColumnLinear, RowLinear
 from threed.layers.norm import RMSNorm
 from threed.layers.recompute import Recompute
 from threed.layers.slicing import Slicing
+
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @functools.lru_cache(maxsize=16)
@@ -39,11 +41,29 @@ def rotate(x: Tensor, theta: float) -> Tensor:
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """softmax(q k^T scale + mask) v: q [s b a d], k and v [s b k d] -> [s b (a d)]; causal when there is no mask.
+
+    mask: bool, True where a query (row) may look at a key (column), or numbers of q's dtype to be added; [s s] or
+    [a s s]. It decides alone who looks at whom. scale: by default 1 / sqrt(d).
+    """
+    q, k, v = (rearrange(part, "s b a d -> b a s d") for part in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
+    return rearrange(y, "b a s d -> s b (a d)")
+
+
 class Attention(nn.Module):
     """x [s b h] -> [s b h] (both [s/t b h] when sequences are cut).
 
     heads a, kv_heads k, head_dim d. tp must divide a, and divide k or be a multiple of it. rotary: the base of rotary
     positions, or None. qk_norm: RMSNorm of every query and key head (Qwen3), with one weight [d] for all heads.
+
+    core: what a query looks at, and how: a function or module of this rank's heads, whole sequences of them, after
+    norms and rotary positions where there are any: q [s b a/t d], k and v [s b k/t d] (with fewer key/value heads than
+    ranks one each) -> [s b a/t d] or [s b (a/t d)]. By default causal attention; `attend` does the rest for a mask of
+    your own. Which heads of the model these are, `slicing.heads(a)` says; parameters of a core are replicated and
+    partial (`slicing.shared(..., partial=True)`), or cut by heads.
     """
 
     recompute = Recompute()
@@ -51,13 +71,13 @@ class Attention(nn.Module):
     def __init__(
         self, name: str, hidden: int, heads: int, slicing: Slicing, *, kv_heads: int | None = None,
         head_dim: int | None = None, bias: bool = True, rotary: float | None = None, qk_norm: bool = False,
-        eps: float = 1e-5, std: float = 0.02, out_std: float = 0.02,
+        eps: float = 1e-5, core: Core = attend, std: float = 0.02, out_std: float = 0.02,
     ) -> None:  # fmt: skip
         super().__init__()
         k, d, t = kv_heads or heads, head_dim or hidden // heads, slicing.tp.size
         if heads % t or (k % t and t % k) or heads % k:
             raise ValueError(f"{name}: {heads} heads and {k} key/value heads cannot be cut over tp {t}")
-        self.slicing, self.d, self.rotary = slicing, d, rotary
+        self.slicing, self.d, self.rotary, self.core = slicing, d, rotary, core
         self.heads, self.kv_heads = heads // t, max(k // t, 1)
         shared = t // k if k < t else 1
         column = functools.partial(ColumnLinear, name, hidden, slicing=slicing, std=std, bias=bias, multiple=d)
@@ -67,34 +87,30 @@ class Attention(nn.Module):
             self.query = column(query, local=True)
             self.key_value = column(key_value, local=True, shared=shared)
         # A head's norm sees this rank's heads only, whatever is done with sequences: its gradient is always partial.
-        norm = functools.partial(RMSNorm, width=d, slicing=slicing, eps=eps, partial=slicing.replicated)
+        norm = functools.partial(RMSNorm, width=d, slicing=slicing, eps=eps, partial=True)
         self.query_norm = norm(f"{name}.query_norm") if qk_norm else None
         self.key_norm = norm(f"{name}.key_norm") if qk_norm else None
         self.out = RowLinear(f"{name}.out", heads * d, hidden, slicing, std=out_std, bias=bias, multiple=d)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.recompute.run("attention", self._core, *self._project(x)))
+        return self.out(self.recompute.run("attention", self._attend, *self._project(x)))
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values in one tensor [s b (a+2k)/t d]; queries and the others where these are shared."""
         if self.qkv is not None:
             return (self.recompute.column(self.qkv, x),)
-        if self.slicing.scattered:
-            x = self.recompute.run("norm", functools.partial(collectives.gather_from, axis=self.slicing.tp), x)
-        else:
-            x = collectives.copy_to(x, self.slicing.tp)
+        x = self.recompute.run("norm", self.slicing.gather, x) if self.slicing.scattered else self.slicing.gather(x)
         return self.query(x), self.key_value(x)
 
-    def _core(self, *projected: Tensor) -> Tensor:
-        """Heads' norms, rotary positions and attention -> [s b (a/t d)]."""
+    def _attend(self, *projected: Tensor) -> Tensor:
+        """Heads' norms, rotary positions and the core -> [s b (a/t d)]."""
         q, k, v = self._heads(*projected)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary is not None:
             q, k = rotate(q, self.rotary), rotate(k, self.rotary)
-        q, k, v = (rearrange(part, "s b a d -> b a s d") for part in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
-        return rearrange(y, "b a s d -> s b (a d)")
+        y = self.core(q, k, v)
+        return y.flatten(2) if y.dim() == 4 else y
 
     def _heads(self, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [s b a/t d], key and value [s b k/t d]."""

@@ -74,7 +74,7 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.slicing = slicing
         piece = Piece(f"{name}.weight", (length, hidden), (0, 0), (length, hidden), init=Init(std=std))
-        self.weight = parameter(ShardSpec((piece,), slicing.replicated, slicing.partial), (length, hidden))
+        self.weight = parameter(slicing.shared(piece, decay=True), (length, hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         first, last = self.slicing.rows(x.shape[0] * (self.slicing.tp.size if self.slicing.scattered else 1))

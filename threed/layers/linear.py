@@ -1,4 +1,4 @@
-"""Column- and row-parallel linear layers (Megatron-LM, arXiv 1909.08053, section 3).
+"""Linear layers: column- and row-parallel (Megatron-LM, arXiv 1909.08053, section 3), and whole on every tensor rank.
 
     Y = X A^T.   Column-parallel cuts A by rows (outputs), row-parallel by columns (inputs):
 
@@ -113,10 +113,35 @@ class RowLinear(nn.Module):
         first, last = (multiple * n for n in split(inputs // multiple, tp.size, tp.index))
         piece = matrix(f"{name}.weight", (outputs, inputs), 1, (first, last), std)
         add_weight(self, ShardSpec((piece,)), (outputs, last - first), slicing.tile)
-        spec = ShardSpec((vector(f"{name}.bias", outputs),), slicing.replicated, slicing.partial, decay=False)
+        self.bias = parameter(slicing.shared(vector(f"{name}.bias", outputs)), (outputs,)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.slicing.reduce(_product(self, x, None, LOCAL, False))
+        return y if self.bias is None else y + self.bias
+
+
+class ReplicatedLinear(nn.Module):
+    """A linear layer that every tensor rank holds whole, without communication: x [... in] -> [... out].
+
+    For what is too small to cut (a router, a projection to a low rank), or what works on positions between blocks:
+    there x may be [s b in] or this rank's [s/t b in]. partial: for other inputs, as in `Slicing.shared`; None: x is
+    between blocks. tiles: cut into so many that are whole one at a time, by default `Slicing.tile`; fewer where there
+    are fewer outputs. Weight [out in] and bias [out] are the global tensors `name`.weight and `name`.bias.
+    """
+
+    def __init__(
+        self, name: str, inputs: int, outputs: int, slicing: Slicing, *, tiles: int | None = None, std: float = 0.02,
+        bias: bool = True, partial: bool | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        piece = matrix(f"{name}.weight", (outputs, inputs), 0, (0, outputs), std)
+        spec = slicing.shared(piece, partial=partial, decay=True)
+        add_weight(self, spec, (outputs, inputs), tiles or slicing.tile)
+        spec = slicing.shared(vector(f"{name}.bias", outputs), partial=partial)
         self.bias = parameter(spec, (outputs,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        total = collectives.scatter_to if self.slicing.scattered else collectives.reduce_from
-        y = total(_product(self, x, None, LOCAL, False), self.slicing.tp)
-        return y if self.bias is None else y + self.bias
+        return _product(self, x, self.bias, LOCAL, False)
+
+
+TiledLinear = ReplicatedLinear  # its name when tiles were all that it was for

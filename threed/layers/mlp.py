@@ -1,6 +1,12 @@
-"""The feed-forward part of a block, cut by its inner features: GELU, or gated with SiLU (SwiGLU)."""
+"""The feed-forward part of a block, cut by its inner features: GELU, or gated with SiLU (SwiGLU), or any other.
+
+activation, of both: any function of each element by itself; or a module, whose parameters carry records as all do.
+"""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,41 +21,50 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up: [... 2f] -> [... f]."""
+def gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+    """activation(gate) * up: [... 2f] -> [... f]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return activation(gate) * up
 
 
 class MLP(nn.Module):
-    """down(gelu(up(x))): x [s b h] -> [s b h] (both [s/t b h] when sequences are cut); GELU in its tanh form."""
+    """down(activation(up(x))): x [s b h] -> [s b h] (both [s/t b h] when sequences are cut).
+
+    activation: GELU in its tanh form by default.
+    """
 
     recompute = Recompute()
 
     def __init__(
         self, name: str, hidden: int, ffn: int, slicing: Slicing, *, bias: bool = True, std: float = 0.02,
-        out_std: float = 0.02,
+        out_std: float = 0.02, activation: Callable[[Tensor], Tensor] = gelu,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.activation = activation
         self.up = ColumnLinear(name, hidden, [("up", ffn)], slicing, std=std, bias=bias)
         self.down = RowLinear(f"{name}.down", ffn, hidden, slicing, std=out_std, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.recompute.run("activation", gelu, self.recompute.column(self.up, x)))
+        return self.down(self.recompute.run("activation", self.activation, self.recompute.column(self.up, x)))
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv 2002.05202): x [s b h] -> [s b h]; gate and up are one matmul."""
+    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202): x [s b h] -> [s b h]; gate and up are one matmul.
+
+    activation: SiLU by default, which makes it SwiGLU.
+    """
 
     recompute = Recompute()
 
     def __init__(
         self, name: str, hidden: int, ffn: int, slicing: Slicing, *, bias: bool = False, std: float = 0.02,
-        out_std: float = 0.02,
+        out_std: float = 0.02, activation: Callable[[Tensor], Tensor] = F.silu,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.activation = activation
         self.gate_up = ColumnLinear(name, hidden, [("gate", ffn), ("up", ffn)], slicing, std=std, bias=bias)
         self.down = RowLinear(f"{name}.down", ffn, hidden, slicing, std=out_std, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.recompute.run("activation", swiglu, self.recompute.column(self.gate_up, x)))
+        product = functools.partial(gated, self.activation)
+        return self.down(self.recompute.run("activation", product, self.recompute.column(self.gate_up, x)))

@@ -1,4 +1,7 @@
-"""LayerNorm and RMSNorm: whole on every tensor rank, over its part of the sequence when sequences are cut."""
+"""LayerNorm and RMSNorm: whole on every tensor rank, over its part of the sequence when sequences are cut.
+
+partial, of both: as in `Slicing.shared`; True for a norm over heads, of which a rank sees its own only.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threed.layers.slicing import Slicing
-from threed.sharding import ShardSpec, parameter, vector
+from threed.sharding import parameter, vector
 
 
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension: [... h] -> [... h]."""
 
-    def __init__(self, name: str, width: int, slicing: Slicing, *, eps: float = 1e-5, bias: bool = True) -> None:
+    def __init__(
+        self, name: str, width: int, slicing: Slicing, *, eps: float = 1e-5, bias: bool = True,
+        partial: bool | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.width, self.eps = width, eps
-        spec = ShardSpec(
-            (vector(f"{name}.weight", width, value=1.0),), slicing.replicated, slicing.partial, decay=False
-        )
+        spec = slicing.shared(vector(f"{name}.weight", width, value=1.0), partial=partial)
         self.weight = parameter(spec, (width,))
-        spec = ShardSpec((vector(f"{name}.bias", width),), slicing.replicated, slicing.partial, decay=False)
+        spec = slicing.shared(vector(f"{name}.bias", width), partial=partial)
         self.bias = parameter(spec, (width,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -27,20 +31,14 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467): [... h] -> [... h].
-
-    partial: the axis its gradient is partial over, where that is not the rule for layers between blocks (a norm over
-    heads sees this rank's heads only).
-    """
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467): [... h] -> [... h]."""
 
     def __init__(
-        self, name: str, width: int, slicing: Slicing, *, eps: float = 1e-5, partial: str | None = None
+        self, name: str, width: int, slicing: Slicing, *, eps: float = 1e-5, partial: bool | None = None
     ) -> None:
         super().__init__()
         self.width, self.eps = width, eps
-        spec = ShardSpec(
-            (vector(f"{name}.weight", width, value=1.0),), slicing.replicated, partial or slicing.partial, decay=False
-        )
+        spec = slicing.shared(vector(f"{name}.weight", width, value=1.0), partial=partial)
         self.weight = parameter(spec, (width,))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from threed import collectives
+from threed.sharding import Piece, ShardSpec
 from threed.topology import Axis, alone
 
 
@@ -48,6 +50,35 @@ class Slicing:
     def partial(self) -> str | None:
         """The axis that such a parameter's gradient is partial over: each rank saw its part of the sequence only."""
         return "tp" if self.scattered else None
+
+    def heads(self, count: int) -> tuple[int, int]:
+        """Which of `count` heads this rank holds: [first, last). Of fewer heads than ranks neighbours share one."""
+        first = count * self.tp.index // self.tp.size
+        return first, max(first + 1, count * (self.tp.index + 1) // self.tp.size)
+
+    def shared(self, *pieces: Piece, partial: bool | None = None, decay: bool = False) -> ShardSpec:
+        """The record of a parameter that every tensor rank holds whole.
+
+        partial: whether the gradient that a rank computes is a part, to be summed over tensor ranks, or already all of
+        it, the same on every rank.
+          None   what is between blocks: a part when sequences are cut, for each rank saw its positions only; else all
+          True   a part always: each rank saw its own heads or features, or what follows is cut by them without an f
+                 (`gather`) in between
+          False  all of it always: every rank saw whole sequences, and the gradient of what it gave is whole too
+        """
+        axis = self.partial if partial is None else self.replicated if partial else None
+        return ShardSpec(pieces, self.replicated, axis, decay)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """f, before what is cut over tensor ranks: [s b h] (or [s/t b h] when sequences are cut) -> [s b h].
+
+        Every rank gets all of x; the gradient is the sum of what the ranks give back.
+        """
+        return (collectives.gather_from if self.scattered else collectives.copy_to)(x, self.tp)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """g, after what is cut over tensor ranks: the sum of every rank's [s b h] (this rank's [s/t b h] of it)."""
+        return (collectives.scatter_to if self.scattered else collectives.reduce_from)(x, self.tp)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 
     weight [out in]  ->  tiles [out_i in], rows cut;   y[..., out_i] = x tile_i^T;   dx = sum of dy[..., out_i] tile_i
 
-`zero.tile` cuts the column- and row-parallel layers of a model so; `TiledLinear` is for models of your own. A tile is a
+`zero.tile` cuts the linear layers of a model's blocks so; one `ReplicatedLinear` can have tiles of its own. A tile is a
 parameter of its own: gathered, reduced, updated and swapped by itself. Its record names the same global tensor, so
 initial values, checkpoints and exports know nothing of tiles. While a tile runs the next one is on its way (`Gate`);
 never are there more than the two. Without gates the tiles simply lie there.
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.collectives import split
-from threed.layers.slicing import Slicing, gate_of, weight_gradient
+from threed.layers.slicing import gate_of, weight_gradient
 from threed.ops import matmul
-from threed.sharding import Piece, ShardSpec, matrix, parameter, vector
+from threed.sharding import Piece, ShardSpec, parameter
 from threed.topology import Axis, alone
 
 GRANULE = 64  # rows: tiles are cut at multiples where they have so many, so that matrix kernels meet no ragged edges
@@ -188,26 +188,3 @@ def tiled_linear(
     """x [... in] -> [... out], with this layer's f on `axis`; weights: tiles [out_i in] of one matrix [out in]."""
     out: Tensor = _Tiled.apply(x, bias, axis, gather, *weights)
     return out
-
-
-class TiledLinear(nn.Module):
-    """A linear layer in tiles that every tensor rank holds whole: x [... in] -> [... out].
-
-    For a matrix too large to be gathered at once under ZeRO-3. tiles: how many, by default `zero.tile`; fewer where
-    there are fewer outputs. Weight [out in] and bias [out] are the global tensors `name`.weight and `name`.bias. A
-    layer that is cut over tensor ranks as well is a `ColumnLinear` or `RowLinear`, with `Slicing.tile`.
-    """
-
-    def __init__(
-        self, name: str, inputs: int, outputs: int, slicing: Slicing, *, tiles: int | None = None, std: float = 0.02,
-        bias: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        same, partial = slicing.replicated, slicing.partial
-        piece = matrix(f"{name}.weight", (outputs, inputs), 0, (0, outputs), std)
-        add_weight(self, ShardSpec((piece,), same, partial), (outputs, inputs), tiles or slicing.tile)
-        spec = ShardSpec((vector(f"{name}.bias", outputs),), same, partial, decay=False)
-        self.bias = parameter(spec, (outputs,)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return tiled_linear(x, tiles_of(self), self.bias)

@@ -1,0 +1,82 @@
+"""A decoder that begins with a causal convolution over positions, built by hand from records and collectives.
+
+python examples/convolution_stem.py
+torchrun --standalone --nproc-per-node 2 examples/convolution_stem.py --parallel.tp 2
+
+Bytes make long words: what a stem sees of the bytes just before saves the first blocks the work. Its channels are cut
+over tensor ranks; its weight has three dimensions. docs/own_models.md explains it.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+import threed
+from threed import layers
+from threed.collectives import split
+from threed.config import ModelConfig
+from threed.sharding import Init, Piece, ShardSpec, parameter, vector
+
+
+class ConvolutionStem(nn.Module):
+    """x + down(gelu(convolution(x))): [s b h] -> [s b h] (both [s/t b h] when sequences are cut).
+
+    Every position sees itself and the kernel - 1 before it, through `channels` features.
+    """
+
+    def __init__(self, name: str, hidden: int, channels: int, kernel: int, slicing: layers.Slicing) -> None:
+        super().__init__()
+        self.name, self.slicing, self.kernel = name, slicing, kernel
+        first, last = split(channels, slicing.tp.size, slicing.tp.index)
+        shape, mine = (channels, hidden, kernel), (last - first, hidden, kernel)
+        weight = Piece(f"{name}.convolution.weight", shape, (first, 0, 0), mine, init=Init(std=0.02))
+        self.weight = parameter(ShardSpec((weight,)), mine)
+        bias = vector(f"{name}.convolution.bias", channels, (first, last))
+        self.bias = parameter(ShardSpec((bias,), decay=False), (last - first,))
+        self.down = layers.RowLinear(f"{name}.down", channels, hidden, slicing)
+
+    def forward(self, x: Tensor, micro: layers.MicroBatch) -> Tensor:
+        whole = rearrange(self.slicing.gather(x), "s b h -> b h s")  # f: a position needs those before it
+        y = F.conv1d(F.pad(whole, (self.kernel - 1, 0)), self.weight, self.bias)
+        return x + self.down(rearrange(layers.gelu(y), "b c s -> s b c"))
+
+
+class ConvolutionModel:
+    """Embedding, stem, blocks, head; the stem is a pipeline layer of its own."""
+
+    def __init__(self, config: ModelConfig, slicing: layers.Slicing) -> None:
+        self.config, self.slicing, self.hidden = config, slicing, config.hidden
+
+    def layers(self) -> list[nn.Module]:
+        c, slicing = self.config, self.slicing
+        embedding = layers.Embedding("embedding", c.vocab or 0, c.hidden, slicing)
+        stem = ConvolutionStem("stem", c.hidden, 2 * c.hidden, 4, slicing)
+        norm = layers.RMSNorm("head.norm", c.hidden, slicing)
+        head = layers.LanguageModelHead("head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, slicing)
+        return [embedding, stem, *(self.block(f"blocks.{i}") for i in range(c.layers)), head]
+
+    def block(self, name: str) -> nn.Module:
+        c, slicing = self.config, self.slicing
+        norms = tuple(layers.RMSNorm(f"{name}.{part}_norm", c.hidden, slicing) for part in ("attention", "mlp"))
+        attention = layers.Attention(f"{name}.attention", c.hidden, c.heads, slicing, rotary=c.rope_theta)
+        return layers.Block(name, norms, attention, layers.MLP(f"{name}.mlp", c.hidden, 4 * c.hidden, slicing), slicing)
+
+    def costs(self, micro_batch: int) -> list[float]:
+        """Weights of the matmuls, to which FLOPs are proportional: what stages are balanced by."""
+        c = self.config
+        return [0.0, 10.0 * c.hidden**2, *[12.0 * c.hidden**2] * c.layers, float(c.hidden * (c.vocab or 0))]
+
+
+def main() -> None:
+    from custom_model import configure, train  # the file beside this one
+
+    config, data = configure()
+    topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)
+    slicing = threed.Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
+    train(threed.Engine(ConvolutionModel(config.model, slicing), topology, config), data)
+
+
+if __name__ == "__main__":
+    main()

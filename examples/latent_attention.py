@@ -1,0 +1,95 @@
+"""Attention whose keys and values come from a low rank: much as multi-head latent attention in DeepSeek-V2.
+
+python examples/latent_attention.py
+torchrun --standalone --nproc-per-node 2 examples/latent_attention.py --parallel.tp 2
+
+arXiv 2405.04434, section 2.1: a small latent vector of every position, from which all heads' keys and values are made,
+and one rotary key that all heads share. Queries are not compressed here. docs/own_models.md explains it.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+import threed
+from threed import layers
+from threed.config import ModelConfig
+
+
+class LatentAttention(nn.Module):
+    """x [s b h] -> [s b h] (both [s/t b h] when sequences are cut).
+
+    heads a of size d, of which r more are turned by rotary positions; rank: the size of the latent.
+    """
+
+    recompute = layers.Recompute()
+
+    def __init__(
+        self, name: str, hidden: int, heads: int, slicing: layers.Slicing, *, d: int, r: int, rank: int, theta: float
+    ) -> None:
+        super().__init__()
+        self.slicing, self.d, self.r, self.rank, self.theta = slicing, d, r, rank, theta
+        query, keys_values = [("query", heads * (d + r))], [("key", heads * d), ("value", heads * d)]
+        self.query = layers.ColumnLinear(name, hidden, query, slicing, bias=False, multiple=d + r)
+        self.down = layers.ReplicatedLinear(f"{name}.down", hidden, rank + r, slicing, bias=False)
+        self.norm = layers.RMSNorm(f"{name}.norm", rank, slicing)
+        self.up = layers.ColumnLinear(name, rank, keys_values, slicing, bias=False, multiple=d, local=True)
+        self.out = layers.RowLinear(f"{name}.out", heads * d, hidden, slicing, bias=False, multiple=d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent, turned = self.down(x).split([self.rank, self.r], dim=-1)  # this rank's positions
+        small = self.slicing.gather(torch.cat((self.norm(latent), turned), dim=-1))  # f: all positions, for its heads
+        latent, turned = small.split([self.rank, self.r], dim=-1)
+        return self.out(self.recompute.run("attention", self._attend, self.query(x), self.up(latent), turned))
+
+    def _attend(self, query: Tensor, keys_values: Tensor, turned: Tensor) -> Tensor:
+        """query [s b a/t (d+r)], keys and values [s b 2 a/t d], turned [s b r] -> [s b (a/t d)]."""
+        q = rearrange(query, "s b (a d) -> s b a d", d=self.d + self.r)
+        k, v = rearrange(keys_values, "s b (two a d) -> two s b a d", two=2, d=self.d)
+        q = torch.cat((q[..., : self.d], layers.rotate(q[..., self.d :], self.theta)), dim=-1)
+        one = layers.rotate(turned.unsqueeze(2), self.theta)
+        k = torch.cat((k, one.expand(*k.shape[:3], self.r)), dim=-1)
+        return layers.attend(q, k, v)
+
+
+class LatentModel:
+    """A decoder with such attention."""
+
+    def __init__(self, config: ModelConfig, slicing: layers.Slicing) -> None:
+        self.config, self.slicing, self.hidden = config, slicing, config.hidden
+
+    def layers(self) -> list[nn.Module]:
+        c, slicing = self.config, self.slicing
+        embedding = layers.Embedding("embedding", c.vocab or 0, c.hidden, slicing)
+        norm = layers.RMSNorm("head.norm", c.hidden, slicing)
+        head = layers.LanguageModelHead("head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, slicing)
+        return [embedding, *(self.block(f"blocks.{i}") for i in range(c.layers)), head]
+
+    def block(self, name: str) -> nn.Module:
+        c, slicing = self.config, self.slicing
+        d = c.hidden // c.heads
+        attention = LatentAttention(
+            f"{name}.attention", c.hidden, c.heads, slicing, d=d, r=2 * (d // 4), rank=c.hidden // 4, theta=c.rope_theta
+        )
+        norms = tuple(layers.RMSNorm(f"{name}.{part}_norm", c.hidden, slicing) for part in ("attention", "mlp"))
+        return layers.Block(name, norms, attention, layers.MLP(f"{name}.mlp", c.hidden, 4 * c.hidden, slicing), slicing)
+
+    def costs(self, micro_batch: int) -> list[float]:
+        """Weights of the matmuls, to which FLOPs are proportional: what stages are balanced by."""
+        c = self.config
+        return [0.0, *[11.0 * c.hidden**2] * c.layers, float(c.hidden * (c.vocab or 0))]
+
+
+def main() -> None:
+    from custom_model import configure, train  # the file beside this one
+
+    config, data = configure()
+    topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)
+    slicing = threed.Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
+    train(threed.Engine(LatentModel(config.model, slicing), topology, config), data)
+
+
+if __name__ == "__main__":
+    main()

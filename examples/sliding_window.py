@@ -1,0 +1,88 @@
+"""Attention of two kinds in turn: a sliding window with rotary positions, and all of the past with ALiBi.
+
+python examples/sliding_window.py
+torchrun --standalone --nproc-per-node 2 examples/sliding_window.py --parallel.tp 2
+
+Windows as in Mistral 7B (arXiv 2310.06825, section 2) take turns with full attention as in Gemma 2 (arXiv 2408.00118,
+section 2); ALiBi is arXiv 2108.12409. docs/own_models.md explains the two cores.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+
+import threed
+from threed import layers
+from threed.config import ModelConfig
+
+
+def look_back(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Every position looks at itself and the window - 1 before it: q [s b a d], k and v [s b k d] -> [s b (a d)]."""
+    at = torch.arange(len(q), device=q.device)
+    behind = at.view(-1, 1) - at
+    return layers.attend(q, k, v, (behind >= 0) & (behind < window))
+
+
+class ALiBi(nn.Module):
+    """The further back a key is, the less it counts; how fast, every head has its own slope for."""
+
+    def __init__(self, heads: int, slicing: layers.Slicing) -> None:
+        super().__init__()
+        self.count, self.held = heads, slicing.heads(heads)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = torch.arange(len(q), device=q.device)
+        behind = at.view(-1, 1) - at
+        head = torch.arange(*self.held, device=q.device, dtype=torch.float64)
+        slopes = torch.exp2(-8 * (head + 1) / self.count).to(q.dtype)
+        bias = (-slopes.view(-1, 1, 1) * behind).masked_fill(behind < 0, -torch.inf)
+        return layers.attend(q, k, v, bias)
+
+
+class SlidingWindow:
+    """A decoder of such blocks, with gated MLPs (GELU). window: a quarter of the sequence."""
+
+    def __init__(self, config: ModelConfig, slicing: layers.Slicing) -> None:
+        self.config, self.slicing, self.hidden = config, slicing, config.hidden
+
+    def layers(self) -> list[nn.Module]:
+        c, slicing = self.config, self.slicing
+        embedding = layers.Embedding("embedding", c.vocab or 0, c.hidden, slicing)
+        norm = layers.RMSNorm("head.norm", c.hidden, slicing)
+        head = layers.LanguageModelHead("head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, slicing)
+        return [embedding, *(self.block(i) for i in range(c.layers)), head]
+
+    def block(self, index: int) -> nn.Module:
+        c, slicing, name = self.config, self.slicing, f"blocks.{index}"
+        norms = tuple(layers.RMSNorm(f"{name}.{part}_norm", c.hidden, slicing) for part in ("attention", "mlp"))
+        attention = functools.partial(
+            layers.Attention, f"{name}.attention", c.hidden, c.heads, slicing, kv_heads=c.kv_heads, bias=False
+        )
+        if index % 2 == 0:
+            window = functools.partial(look_back, window=max(1, c.seq // 4))
+            mixing = attention(rotary=c.rope_theta, core=window)
+        else:
+            mixing = attention(core=ALiBi(c.heads, slicing), qk_norm=True)
+        mlp = layers.GatedMLP(f"{name}.mlp", c.hidden, 2 * c.hidden, slicing, activation=layers.gelu)
+        return layers.Block(name, norms, mixing, mlp, slicing)
+
+    def costs(self, micro_batch: int) -> list[float]:
+        """Weights of the matmuls, to which FLOPs are proportional: what stages are balanced by."""
+        c = self.config
+        return [0.0, *[10.0 * c.hidden**2] * c.layers, float(c.hidden * (c.vocab or 0))]
+
+
+def main() -> None:
+    from custom_model import configure, train  # the file beside this one
+
+    config, data = configure()
+    topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)
+    slicing = threed.Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
+    train(threed.Engine(SlidingWindow(config.model, slicing), topology, config), data)
+
+
+if __name__ == "__main__":
+    main()
