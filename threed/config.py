@@ -229,7 +229,7 @@ class LogConfig(_Group):
 class RunConfig(_Group):
     """Where a run lives."""
 
-    dir: PathText | None = Field(None, description="run folder; none: runs/<name>")
+    dir: PathText | None = Field(None, description="run folder; none, or --run.name without --run.dir: runs/<name>")
     name: Annotated[Text, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")] | None = Field(
         None, description="name of the run; none: of the preset or TOML file, else of the arch"
     )
