@@ -8,8 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.configs import engine_of
-from threed import collectives
+from threed import collectives, ending
 from threed.config import Config, resolve
 from threed.data import Data, open_data
 from threed.trainer import Trainer
@@ -42,7 +44,8 @@ def open_text(folder: Path) -> Data:
 def run(folder: Path, data: Data, world: int = 1, **groups: dict[str, Any]) -> str:
     """Trains to the end as a command line would; what this rank printed. Collective."""
     engine = engine_of(configuration(folder, data, world, **groups))
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as said, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ending, "draw", lambda *about: [])  # seconds of matplotlib; test_pretrain.py looks at the figures
         Trainer(engine, data, ["pretrain/gpt.py"]).run()
     collectives.barrier(engine.topology.axis("world"))  # rank 0 writes on after the others are done
     return said.getvalue()
