@@ -149,6 +149,31 @@ def test_a_crash_while_going_back_loses_nothing(tmp_path: Path) -> None:
     in_one_rank(dying, tmp_path)
 
 
+def restarted(folder: Path, data: Data) -> None:
+    run(folder, data, checkpoint={"every": 5}, train={"stop_after": 10})
+    back = {"resume": str(step(folder, 5)), "every": 1}
+    attempts = {  # (job, restarts): the last step, and what must have been resumed
+        ("one", "0"): (7, 5),
+        ("one", "1"): (8, 7),
+        ("two", "1"): (6, 5),  # another job, killed before it saved anything: not its own, however it was restarted
+        ("two", "0"): (6, 5),
+        ("none", "1"): (6, 5),  # torchrun's word for no name
+    }
+    for (job, restarts), (last, resumed) in attempts.items():
+        os.environ |= {"TORCHELASTIC_RUN_ID": job, "TORCHELASTIC_RESTART_COUNT": restarts}
+        said = run(folder, data, checkpoint={**back, "keep": 9}, train={"stop_after": last})
+        assert f"resumed    {step(folder, resumed)}\n" in said, (job, restarts)
+    os.environ["TORCHELASTIC_RUN_ID"] = "three"
+    for restarts, steps in (("0", [1, 2]), ("1", [1, 2, 3])):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = restarts
+        run(folder, data, checkpoint={"resume": "none", "every": 1, "keep": 9}, train={"stop_after": steps[-1]})
+        assert checkpoints(folder) == [f"step-{n}" for n in reversed(steps)]
+
+
+def test_a_restarted_job_goes_on_where_it_was_and_not_where_it_began(tmp_path: Path) -> None:
+    in_one_rank(restarted, tmp_path)
+
+
 def looking(folder: Path, data: Data) -> None:
     run(folder, data, checkpoint={"every": 1, "keep": 9}, train={"stop_after": 4})
     before = logged(folder)

@@ -20,7 +20,7 @@ from threed import collectives, ending
 from threed.arguments import to_toml
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf import export_hf
-from threed.checkpoint.retention import Retention, candidates
+from threed.checkpoint.retention import Retention, after_restart, candidates, job_name
 from threed.config import Config
 from threed.data import Data, Prefetcher
 from threed.engine import Engine, StepMetrics
@@ -90,8 +90,9 @@ class Trainer:
 
     def _resume(self) -> dict[str, Any]:
         """Loads the newest checkpoint that is whole; what was saved with it, or nothing."""
-        resume, problems = self.config.checkpoint.resume, []
-        paths = collectives.exchange([str(path) for path in candidates(self.folder, resume)], self.world)[0]
+        resume, problems = after_restart(self.folder, self.config.checkpoint.resume), []
+        found = [str(path) for path in candidates(self.folder, resume)]
+        resume, paths = collectives.exchange((resume, found), self.world)[0]
         for path in paths:
             try:
                 extra = self.engine.load(path)
@@ -268,7 +269,8 @@ class Trainer:
         self.heartbeat.beat(step, "save")
         path = self.checkpoint(step)
         try:
-            self.engine.save(path, {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256})
+            extra = {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256, "job": job_name()}
+            self.engine.save(path, extra)
         except CheckpointError as error:
             if step >= self.last:
                 raise

@@ -9,6 +9,8 @@ way before its first step. So steps are always in the order of events, and the n
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -27,6 +29,25 @@ def candidates(folder: Path, resume: str) -> Iterator[Path]:
         yield from sorted(steps, key=_step, reverse=True)
     elif resume != "none":
         yield Path(resume)
+
+
+def after_restart(folder: Path, resume: str) -> str:
+    """What to resume from: `resume`; but "auto" in a job that torchrun restarted and that has saved something before,
+    for going back to its beginning would abandon that."""
+    job = job_name()
+    if resume == "auto" or job is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return resume
+    for path in candidates(folder, "auto"):
+        with contextlib.suppress(CheckpointError):
+            if native.read_manifest(path)["state"]["extra"].get("job") == job:
+                return "auto"
+    return resume
+
+
+def job_name() -> str | None:
+    """torchrun's name for all attempts of one start, to be saved in checkpoints; None where it has none."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if name == "none" else name
 
 
 def _step(path: Path) -> int:
