@@ -11,8 +11,8 @@ import pytest
 
 from tests.configs import topology_of
 from tests.harness import run_ranks
-from tests.runs import open_text, run
-from threed import collectives
+from tests.runs import configuration, open_text, run
+from threed import collectives, launch
 from threed.checkpoint import native, retention
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.retention import Retention, candidates
@@ -168,6 +168,10 @@ def restarted(folder: Path, data: Data) -> None:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = restarts
         run(folder, data, checkpoint={"resume": "none", "every": 1, "keep": 9}, train={"stop_after": steps[-1]})
         assert checkpoints(folder) == [f"step-{n}" for n in reversed(steps)]
+    gone = configuration(folder, data, 1, checkpoint={"resume": str(step(folder, 99))})  # rotated away since
+    assert launch._resume_problems(folder / "run", gone) == []
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    assert len(launch._resume_problems(folder / "run", gone)) == 1
 
 
 def test_a_restarted_job_goes_on_where_it_was_and_not_where_it_began(tmp_path: Path) -> None:

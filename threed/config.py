@@ -207,7 +207,7 @@ class CheckpointConfig(_Group):
     """What is saved and what a run starts from."""
 
     every: Natural = Field(0, description="steps between checkpoints; 0: only at the end")
-    keep: Count = Field(2, description="newest checkpoints kept")
+    keep: Count = Field(2, description="newest good checkpoints kept")
     async_: Switch = Field(False, description="write while training goes on")
     resume: Text = Field(
         "auto", description="auto: the run's newest good checkpoint if any; none; or a checkpoint's path"

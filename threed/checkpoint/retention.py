@@ -127,8 +127,8 @@ class Retention:
             shutil.copy2(metrics, aside)
         for path in reversed(later):  # the newest last: until all are moved, the run is as it was
             path.rename(aside / path.name)
-        sync(aside)
-        sync(self.folder / "checkpoints")
+        for place in (aside, self.folder, self.folder / "checkpoints"):
+            sync(place)
         return f"{', '.join(path.name for path in reversed(later))} in {aside}"
 
 
