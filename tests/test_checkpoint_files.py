@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from tests.checkpoints import train
+from tests.configs import Case, config_of, engine_of
+from tests.harness import run_ranks
+from threed.checkpoint import files, native
 from threed.checkpoint.files import publish, sha256, stream_tensors
 from threed.sharding import Piece, boxes, intersect
 
@@ -94,3 +101,81 @@ def test_the_common_part_of_two_boxes_is_what_both_hold(pair: list[list[tuple[in
     (one, other), common = pair, intersect(*pair[0], *pair[1])
     assert (cells(*common) if common else set()) == cells(*one) & cells(*other)
     assert intersect(*other, *one) == common
+
+
+# ------------------------------------------------------------------------------------------------------- durability
+
+
+class Recorder:
+    """The system calls that make a checkpoint durable, in order: written, synced, named; and whether it is there."""
+
+    def __init__(self, path: Path, patch: pytest.MonkeyPatch) -> None:
+        self.path, self.calls, self.absent = path, list[tuple[str, str]](), list[str]()
+        self.fsync, self.recording = os.fsync, True
+        patch.setattr(os, "fsync", self._fsync)
+        sys.addaudithook(self._audit)  # cannot be taken away again: `recording` ends it
+
+    def _fsync(self, handle: int) -> None:
+        place = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        self._note("sync", place)
+        if place.is_file():
+            assert place.stat().st_size > 0  # flushed before
+        self.fsync(handle)
+
+    def _audit(self, event: str, about: tuple[Any, ...]) -> None:
+        if not self.recording or not event.startswith(("open", "os.rename", "os.remove", "os.rmdir", "ctypes.call")):
+            return
+        if event == "open" and isinstance(about[0], str) and about[2] & (os.O_WRONLY | os.O_RDWR):
+            self._note("write", Path(about[0]))
+        elif event == "os.rename":
+            self._note("rename", Path(about[0]))
+        elif event != "open":
+            self._look(event)
+
+    def _note(self, what: str, place: Path) -> None:
+        inside = place.is_relative_to(self.path.parent)
+        if self.recording and inside:
+            self.calls.append((what, place.relative_to(self.path.parent).as_posix()))
+            self._look(f"{what} {place.name}")
+
+    def _look(self, when: str) -> None:
+        """Notes where a checkpoint that was there is not."""
+        if not (self.path / native.MANIFEST).is_file():
+            self.absent.append(when)
+
+
+def saved_under_watch(path: Path) -> list[tuple[list[tuple[str, str]], list[str]]]:
+    """The calls of a first save, and of one that replaces it; and when there was no manifest."""
+    engine, out = engine_of(config_of(Case(layers=1, microbatches=-4))), []
+    with pytest.MonkeyPatch.context() as patch:
+        for _ in range(2):
+            train(engine, 1)
+            recorder = Recorder(path, patch)
+            swap = files._swap
+
+            def noted(a: Path, b: Path, recorder: Recorder = recorder, swap: Any = swap) -> bool:
+                recorder._note("swap", a)
+                return bool(swap(a, b))
+
+            patch.setattr(files, "_swap", noted)
+            engine.save(path)
+            recorder._look("the end")
+            recorder.recording = False
+            out.append((recorder.calls, recorder.absent))
+            patch.undo()
+    return out
+
+
+def test_what_a_checkpoint_is_made_of_is_on_the_disk_before_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints" / "step-1"
+    tensors, manifest, building = "step-1.tmp/rank-00000.safetensors", "step-1.tmp/manifest.json", "step-1.tmp"
+    ((first, _), (second, absent)) = run_ranks(1, saved_under_watch, path)[0]
+    written = [
+        ("write", tensors), ("sync", tensors), ("write", manifest), ("sync", manifest), ("sync", building),
+    ]  # fmt: skip
+    assert first == [*written, ("rename", building), ("sync", ".")]
+    assert second[:6] == [*written, ("swap", building)]
+    if ("rename", "step-1") in second:
+        pytest.skip("no renameat2 here: a folder is replaced by two renames")
+    assert second[6:] == [("sync", ".")]
+    assert absent == []

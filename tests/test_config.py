@@ -107,6 +107,24 @@ def test_later_layers_win(tmp_path: Path) -> None:
     assert (by_path.train.steps, by_path.run.name) == (7, "mine")
 
 
+def test_a_name_as_a_flag_beats_the_folder_of_a_file(tmp_path: Path) -> None:
+    """A run's config.toml holds its folder; a run of another name that starts from it must not train into that one."""
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(resolve(read("--run.name a"), vocab=260, world_size=1)))
+    where = {
+        "": ("a", "runs/a"),
+        "--run.name b": ("b", "runs/b"),
+        "--run.name b --run.dir there": ("b", "there"),
+        "--run.dir there --run.name=b": ("b", "there"),
+        "--run.dir there": ("a", "there"),
+    }
+    for flags, wanted in where.items():
+        run = resolve(read(f"--config {file} {flags}"), vocab=260, world_size=1).run
+        assert (run.name, run.dir) == wanted, flags
+    file.write_text('[run]\ndir = "/somewhere"\n')
+    assert read(f"--config {file} --train.steps 3").run.dir == "/somewhere"
+
+
 def test_of_a_repeated_key_the_last_wins() -> None:
     assert read("--parallel.tp 2 --train.steps 3 --parallel.tp=4").parallel.tp == 4
     assert read("--parallel.tp zero --parallel.tp 4").parallel.tp == 4

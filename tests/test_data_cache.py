@@ -110,19 +110,20 @@ def run_at_once(work: Callable[[int], None], count: int = 4) -> None:
         assert process.exitcode == 0
 
 
-def slow_build(log: Path, scratch: Path) -> dict[str, Any]:
+def logged_build(log: Path, wait: Callable[[], object], scratch: Path) -> dict[str, Any]:
     with log.open("a") as file:
         file.write("built\n")
-    time.sleep(0.2)
+    wait()
     (scratch / "data").write_bytes(b"x" * 1000)
     return {"answer": 42}
 
 
 def test_four_processes_build_one_entry_once(tmp_path: Path) -> None:
-    log = tmp_path / "log"
+    log, begun = tmp_path / "log", FORK.Barrier(4)
 
     def work(rank: int) -> None:
-        entry = build_once(tmp_path, "entry", lambda scratch: slow_build(log, scratch))
+        begun.wait(20)
+        entry = build_once(tmp_path, "entry", lambda scratch: logged_build(log, lambda: time.sleep(0.2), scratch))
         assert entry.record == {"answer": 42}
         assert (entry.folder / "data").read_bytes() == b"x" * 1000
 
@@ -136,10 +137,10 @@ def test_without_file_locks_all_build_and_one_rename_wins(tmp_path: Path, monkey
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    log = tmp_path / "log"
+    log, building = tmp_path / "log", FORK.Barrier(4)
 
-    def work(rank: int) -> None:
-        entry = build_once(tmp_path, "entry", lambda scratch: slow_build(log, scratch))
+    def work(rank: int) -> None:  # none is done before all have begun: nobody finds an entry to use
+        entry = build_once(tmp_path, "entry", lambda scratch: logged_build(log, lambda: building.wait(20), scratch))
         assert (entry.folder / "data").read_bytes() == b"x" * 1000
 
     run_at_once(work)

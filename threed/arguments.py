@@ -150,6 +150,8 @@ def _read(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: P
     for flag, value in settings:
         group, _, key = flag.partition(".")
         draft.say(group, key, value)
+    if {flag for flag, _ in settings} & {"run.name", "run.dir"} == {"run.name"}:
+        draft.values.pop(("run", "dir"), None)  # a resolved file's folder is that of its own name
     if source is not None:
         draft.values.setdefault(("run", "name"), source.stem)
     options = Options("dry-run" in words, _world_size(words, draft.problems), False, source)

@@ -207,7 +207,7 @@ class CheckpointConfig(_Group):
     """What is saved and what a run starts from."""
 
     every: Natural = Field(0, description="steps between checkpoints; 0: only at the end")
-    keep: Count = Field(2, description="newest checkpoints kept")
+    keep: Count = Field(2, description="newest good checkpoints kept")
     async_: Switch = Field(False, description="write while training goes on")
     resume: Text = Field(
         "auto", description="auto: the run's newest good checkpoint if any; none; or a checkpoint's path"
@@ -229,7 +229,7 @@ class LogConfig(_Group):
 class RunConfig(_Group):
     """Where a run lives."""
 
-    dir: PathText | None = Field(None, description="run folder; none: runs/<name>")
+    dir: PathText | None = Field(None, description="run folder; none, or --run.name without --run.dir: runs/<name>")
     name: Annotated[Text, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")] | None = Field(
         None, description="name of the run; none: of the preset or TOML file, else of the arch"
     )

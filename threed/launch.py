@@ -22,6 +22,7 @@ from threed import collectives, models
 from threed.arguments import Options, format_problems, help_text, load, load_checked
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, check_space
+from threed.checkpoint.retention import after_restart, candidates
 from threed.checks import find_problems
 from threed.config import Config, ConfigError, resolve
 from threed.data import Data, open_data
@@ -32,7 +33,7 @@ from threed.layers import Slicing
 from threed.memory.io import SwapError
 from threed.monitor import process
 from threed.topology import Topology
-from threed.trainer import Trainer, candidates, resuming_flags
+from threed.trainer import Trainer, resuming_flags
 
 
 def main(argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]], presets: Path, prog: str) -> int:
@@ -189,7 +190,7 @@ def _disk_problems(folder: Path, forecast: Forecast) -> list[str]:
 
 def _resume_problems(folder: Path, config: Config) -> list[str]:
     """Whether what would be resumed is there and has this model's shape; damage is found when it is read."""
-    resume = config.checkpoint.resume
+    resume = after_restart(folder, config.checkpoint.resume)
     if resume not in ("auto", "none") and not (Path(resume) / native.MANIFEST).is_file():
         return [f"--checkpoint.resume {resume}: no checkpoint is there (no {native.MANIFEST}); give a step-N folder"]
     for path in candidates(folder, resume):

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from threed import collectives, ending
 from threed.arguments import to_toml
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf import export_hf
+from threed.checkpoint.retention import Retention, after_restart, candidates, job_name
 from threed.config import Config
 from threed.data import Data, Prefetcher
 from threed.engine import Engine, StepMetrics
@@ -31,15 +30,6 @@ from threed.monitor.heartbeat import slowest
 from threed.schedules import Action, span_and_bubble
 
 GIB = 2**30
-
-
-def candidates(folder: Path, resume: str) -> Iterator[Path]:
-    """The checkpoints to try, best first: the one named, or a run folder's by falling step."""
-    if resume == "auto":
-        steps = [path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
-        yield from sorted(steps, key=lambda path: int(path.name[5:]), reverse=True)
-    elif resume != "none":
-        yield Path(resume)
 
 
 def resuming_flags(config: Config) -> list[str]:
@@ -61,6 +51,7 @@ class Trainer:
         self.folder = Path(self.config.run.dir or "runs")
         self.forecast = Forecast.of(self.config, self.topology.world)
         self.heartbeat = Heartbeat(self.folder / "heartbeat", self.topology.rank)
+        self.retention = Retention(self.folder, self.config.checkpoint.keep, self.world)
         self.last_saved = -1
         self.saving_s = 0.0
         self.spans: list[Any] = []
@@ -73,8 +64,10 @@ class Trainer:
         self.begun_step, self.begun_samples = self.engine.steps, self.engine.consumed
         train = self.config.train
         self.last = last = min(train.steps, train.stop_after or train.steps)
-        with self._monitor(extra) as self.monitor:
-            self._greet()
+        writes = self.engine.steps < last or self.engine.steps != self.last_saved  # else it only looks at what is there
+        aside = self.retention.set_aside(extra.get("path"), self.engine.steps) if writes else ""
+        with self._monitor(extra, writes) as self.monitor:
+            self._greet(aside)
             self.baseline = self._baseline()
             self._loop(last)
             if self.profiler is not None:
@@ -97,8 +90,9 @@ class Trainer:
 
     def _resume(self) -> dict[str, Any]:
         """Loads the newest checkpoint that is whole; what was saved with it, or nothing."""
-        resume, problems = self.config.checkpoint.resume, []
-        paths = collectives.exchange([str(path) for path in candidates(self.folder, resume)], self.world)[0]
+        resume, problems = after_restart(self.folder, self.config.checkpoint.resume), []
+        found = [str(path) for path in candidates(self.folder, resume)]
+        resume, paths = collectives.exchange((resume, found), self.world)[0]
         for path in paths:
             try:
                 extra = self.engine.load(path)
@@ -107,28 +101,20 @@ class Trainer:
                     raise
                 problems.append(str(error))
                 continue
-            if Path(path) == self.checkpoint(self.engine.steps):
+            if self.retention.trust(Path(path)) == self.checkpoint(self.engine.steps).name:
                 self.last_saved = self.engine.steps
-            return {**extra, "path": path, "problems": problems}
+            return {**extra, "path": Path(path), "problems": problems}
         if problems:
             none = "no checkpoint of this run can be read; --checkpoint.resume none starts anew and keeps them aside"
             raise CheckpointError("; ".join([*problems, none]))
-        if resume == "none" and self.main:
-            self._set_aside()
         return {}
 
-    def _set_aside(self) -> None:
-        """A new run where an old one was: its checkpoints are kept, out of the way of a later resume."""
-        old = self.folder / "checkpoints"
-        if old.exists():
-            old.rename(self.folder / time.strftime("checkpoints-until-%Y%m%d-%H%M%S"))
-
-    def _monitor(self, extra: dict[str, Any]) -> Monitor:
+    def _monitor(self, extra: dict[str, Any], writes: bool) -> Monitor:
         log = self.config.log
         self.extra = extra
         return Monitor(
             self.folder, self.config.train.steps, self.engine.steps, self.main, wandb=log.wandb, project=log.project,
-            name=self.config.run.name, run_id=extra.get("wandb"),
+            name=self.config.run.name, run_id=extra.get("wandb"), drop_later=writes,
             config={**self.config.model_dump(mode="json"), "data_sha256": self.data.sha256},
         )  # fmt: skip
 
@@ -140,8 +126,8 @@ class Trainer:
         process.reset_peak_rss()
         return process.peak_rss_bytes() - self.engine.layout.nbytes
 
-    def _greet(self) -> None:
-        """Says what is about to happen, and keeps the configuration."""
+    def _greet(self, aside: str) -> None:
+        """Says what is about to happen, and keeps the configuration; `aside`: the checkpoints that were set aside."""
         device = self.topology.device
         self.meter = Throughput(
             self.forecast.flops_per_token, self.topology.world,
@@ -155,6 +141,8 @@ class Trainer:
             note(f"skipped a checkpoint: {problem}")
         if "path" in self.extra:
             note(f"resumed    {self.extra['path']}")
+        if aside:
+            note(f"set aside  {aside}: this run starts at step {self.engine.steps}")
         if self.extra.get("data_sha256", self.data.sha256) != self.data.sha256:
             note("the data differ from those the checkpoint was trained on: losses may jump")
         if self.engine.steps >= self.config.train.steps:
@@ -276,21 +264,22 @@ class Trainer:
         return time.perf_counter() - begin
 
     def _save(self) -> None:
-        """A checkpoint of this step; the oldest ones beyond `keep` go once it is whole."""
+        """A checkpoint of this step; once it is whole, the oldest ones beyond `keep` go."""
         step = self.engine.steps
         self.heartbeat.beat(step, "save")
         path = self.checkpoint(step)
         try:
-            self.engine.save(path, {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256})
+            extra = {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256, "job": job_name()}
+            self.engine.save(path, extra)
         except CheckpointError as error:
             if step >= self.last:
                 raise
             self.monitor.note(f"no checkpoint of step {step}: {error}; training goes on")
             return
         self.last_saved = step
-        if self.main:
-            for old in list(candidates(self.folder, "auto"))[self.config.checkpoint.keep :]:
-                shutil.rmtree(old, ignore_errors=True)
+        self.retention.trust(path)
+        for problem in self.retention.prune():
+            self.monitor.note(f"a checkpoint that does not count: {problem}")
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a step's checkpoint."""

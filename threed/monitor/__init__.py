@@ -27,7 +27,7 @@ __all__ = ["Heartbeat", "MetricsFile", "Monitor", "Progress", "Throughput", "Wan
 
 
 class Monitor:
-    """metrics.jsonl, wandb and progress of one run; the metrics of steps after `start_step` are dropped first.
+    """metrics.jsonl, wandb and progress of one run; with `drop_later` the metrics after `start_step` are dropped first.
 
     `wandb` is auto, off, offline or online; `name` defaults to the folder's name; `run_id` is the wandb run to go on
     with, from the checkpoint. `start_step` is the number of steps already done: 0 for a new run, which therefore clears
@@ -46,11 +46,12 @@ class Monitor:
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
         run_id: str | None = None,
+        drop_later: bool = True,
     ) -> None:
         self._dir = Path(run_dir)
         self._write_failed = False
         self._file = MetricsFile(self._dir / "metrics.jsonl") if main else None
-        if self._file is not None:
+        if self._file is not None and drop_later:
             self._file.truncate_after(start_step)
         label = name or self._dir.resolve().name
         mode = wandb if main else "off"

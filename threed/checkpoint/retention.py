@@ -1,0 +1,142 @@
+"""Which checkpoints of a run folder a run resumes from, which stay, and which are set aside.
+
+    demo/checkpoints/step-40                              the run's history: the highest step was saved last
+    demo/checkpoints-abandoned-20260801-101500/step-60    set aside when the run went back to step 40
+
+A run that goes back, to an earlier step or past damaged checkpoints, abandons the later ones: they are moved out of the
+way before its first step. So steps are always in the order of events, and the next start resumes what was saved last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from threed import collectives
+from threed.checkpoint import native
+from threed.checkpoint.files import CheckpointError, sync
+from threed.topology import Axis
+
+
+def candidates(folder: Path, resume: str) -> Iterator[Path]:
+    """The checkpoints to try, best first: the one named, or a run folder's by falling step."""
+    if resume == "auto":
+        steps = [path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
+        yield from sorted(steps, key=_step, reverse=True)
+    elif resume != "none":
+        yield Path(resume)
+
+
+def after_restart(folder: Path, resume: str) -> str:
+    """What to resume from: `resume`; but "auto" in a job that torchrun restarted and that has saved something before,
+    for going back to its beginning would abandon that."""
+    job = job_name()
+    if resume == "auto" or job is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return resume
+    for path in candidates(folder, "auto"):
+        with contextlib.suppress(CheckpointError):
+            if native.read_manifest(path)["state"]["extra"].get("job") == job:
+                return "auto"
+    return resume
+
+
+def job_name() -> str | None:
+    """torchrun's name for all attempts of one start, to be saved in checkpoints; None where it has none."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if name == "none" else name
+
+
+def _step(path: Path) -> int:
+    return int(path.name[5:])
+
+
+class Retention:
+    """Keeps the newest `keep` good checkpoints of a run folder.
+
+    Good is what this run loaded or wrote; any other is read and its hashes checked before it counts. A damaged one does
+    not count, so it pushes no good one out: it stays, for people to look at, until `keep` good ones are newer, and goes
+    then as any checkpoint of its age. The newest good one is never deleted.
+    """
+
+    def __init__(self, folder: Path, keep: int, everyone: Axis) -> None:
+        self.folder, self.keep, self.everyone = folder, keep, everyone
+        self._good: dict[str, bool] = {}
+
+    def trust(self, path: Path) -> str | None:
+        """Counts a checkpoint as good that was just loaded or written; its name, or None where it is not this run's."""
+        if not self._owns(path):
+            return None
+        self._good[path.absolute().name] = True
+        return path.absolute().name
+
+    def _owns(self, path: Path) -> bool:
+        return path.absolute().parent.resolve() == (self.folder / "checkpoints").resolve()
+
+    def prune(self) -> list[str]:
+        """Deletes what is older than the newest `keep` good ones; a line for each found damaged. Collective."""
+        paths = list(candidates(self.folder, "auto")) if self.everyone.index == 0 else []
+        names = collectives.exchange([path.name for path in paths], self.everyone)[0]
+        problems: list[str] = []
+        good = 0
+        for number, name in enumerate(names, 1):
+            if name not in self._good:
+                found = self._problems(self.folder / "checkpoints" / name)
+                self._good[name], problems = not found, problems + found[:1]
+            good += self._good[name]
+            if good == self.keep:
+                for old in paths[number:]:
+                    shutil.rmtree(old, ignore_errors=True)
+                break
+        return problems
+
+    def _problems(self, path: Path) -> list[str]:
+        """What is wrong with a checkpoint, from every rank's share of its files."""
+        try:
+            mine = native.verify(path, native.read_manifest(path), self.everyone.index, self.everyone.size)
+        except CheckpointError as error:
+            mine = [str(error)]
+        return [problem for rank in collectives.exchange(mine, self.everyone) for problem in rank]
+
+    def set_aside(self, origin: Path | None, step: int) -> str:
+        """Moves away what a run abandons that goes on from `origin` at `step`; says what and where to, or nothing.
+
+        Abandoned are later steps; and all, where a run begins anew (None) or from another run's checkpoint. The metrics
+        go along as a copy. Collective; CheckpointError on every rank where it fails.
+        """
+        problem = text = ""
+        try:
+            text = self._move_later(step if origin is not None and self._owns(origin) else -1)
+        except OSError as error:
+            problem = f"the checkpoints after step {step} cannot be set aside: {error}"
+        texts = collectives.exchange([text, problem], self.everyone)
+        if texts[0][1]:
+            raise CheckpointError(texts[0][1])
+        return str(texts[0][0])
+
+    def _move_later(self, step: int) -> str:
+        later = [path for path in candidates(self.folder, "auto") if _step(path) > step]
+        if not later or self.everyone.index:
+            return ""
+        aside = _new_folder(self.folder / time.strftime("checkpoints-abandoned-%Y%m%d-%H%M%S"))
+        metrics = self.folder / "metrics.jsonl"
+        if metrics.exists():
+            shutil.copy2(metrics, aside)
+        for path in reversed(later):  # the newest last: until all are moved, the run is as it was
+            path.rename(aside / path.name)
+        for place in (aside, self.folder, self.folder / "checkpoints"):
+            sync(place)
+        return f"{', '.join(path.name for path in reversed(later))} in {aside}"
+
+
+def _new_folder(path: Path) -> Path:
+    """Makes a folder of this name, or with a number where that is taken."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    free.mkdir()
+    return free
