@@ -279,7 +279,9 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     _refuse(problems, everyone)
     reader = Reader(path, manifest)
     here, old = fit.expected(optimizer, extras.buffers, topology), manifest["version"] == 1
-    _refuse([f"{path} is another model's: {line}" for line in _differences(reader, here, old)], everyone)
+    other = "; ".join(_differences(reader, here, old))
+    fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict by hand"
+    _refuse([f"{path} is another model's: {other}: {fix}"] if other else [], everyone)
     fresh = {name for name in here.trained if reader.parts[name] == {WEIGHT}} if optimizer.rule.parts else set()
     wanted = (r for r in records(optimizer) if r.part == WEIGHT or r.piece.name not in fresh)
     gaps = (reader.gap(r.part, r.piece.name, r.box.start, r.box.size) for r in wanted)
