@@ -36,6 +36,7 @@ FLOORS = {
     "threed.pipeline": 4,
     "threed.zero": 4,
     "threed.precision": 4,
+    "threed.buffers": 4,
     "threed.checkpoint": 5,
     "threed.data": 5,
     "threed.monitor": 5,

@@ -177,6 +177,7 @@ def _checkpoint_facts(path: Path) -> str:
         f"after step {state['steps']} and {state['consumed']} samples",
         f"model {model['arch']}, saved on {manifest['topology']}",
         *(f"{name:<44} {list(shape)}" for name, shape in sorted(reader.shapes.items())),
+        *(f"{name:<44} {list(shape)} buffer, {dtype}" for name, (_, dtype, shape) in sorted(reader.buffers.items())),
     ]
     return "\n".join(lines)
 

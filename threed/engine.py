@@ -23,9 +23,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from threed import collectives
+from threed import buffers, collectives
 from threed.batches import Batch, Batches
-from threed.checkpoint import native
+from threed.checkpoint import fit, native
+from threed.checkpoint.extras import Extras
 from threed.checks import find_refusals
 from threed.config import Config, ConfigError, resolve
 from threed.layers import MicroBatch
@@ -109,6 +110,8 @@ class Engine:
             self.wrapped.agree(topology.axis("dp"), topology.device)
         records.fill(self.optimizer, self._initial_value, (records.WEIGHT,))
         self.hooks = self._hook_up(mine)
+        self.buffers.begin()
+        self.extras = Extras(self.buffers, topology, generators=self.wrapped is not None)
         stage = Stage(
             mine, Whole() if self.wrapped else self.gatherer, config.zero.prefetch, recomputed=self._recomputed
         )  # fmt: skip
@@ -143,6 +146,9 @@ class Engine:
         held = self.ranges[self.stage_index]
         own = layers if self.wrapped is None else ()  # a wrapped module recomputes by itself
         self._recomputed = checkpoints.build(config, own, held, self.model.slicing, topology)
+        again = checkpoints.choose(layers, config.recompute.every) if config.recompute.mode == "full" else ()
+        module = self.wrapped and self.wrapped.module
+        self.buffers = buffers.build(layers, self.ranges, topology, again, module)
         tied = build.tied_weights(layers, self.ranges)
         axes = {name for name in setup.shard_axes(config, topology) if name}
         topology.prepare(build.blocks(layers) | axes, [tie.stages for tie in tied.values()])
@@ -226,9 +232,10 @@ class Engine:
         return metrics
 
     def begin(self, microbatches: int) -> None:
-        """Begins an optimizer step of so many micro-batches; `step` does this by itself."""
+        """Begins an optimizer step of so many micro-batches; `step` does this by itself. Collective."""
         self._forwards_ended()  # nothing is left of a step that an error broke off
         self._clear_flags()
+        self.buffers.begin_step()
         self.reducer.begin(microbatches)
         self._begun, self._backwards_s = True, 0.0
 
@@ -262,6 +269,7 @@ class Engine:
         update = self.optimizer.step(gradients, carry)
         times.append(time.perf_counter())
         self.steps += 1
+        self.buffers.end_step()
         seconds = dict(zip(PHASES, (self._backwards_s, times[1] - times[0], times[2] - times[1]), strict=True))
         return StepMetrics(
             self.steps, tokens, update.sums[0], update.grad_norm, update.lr, update.loss_scale,
@@ -280,6 +288,7 @@ class Engine:
         self._clear_flags()
         with torch.inference_mode(False), nullcontext() if self.wrapped is None else self.wrapped.evaluating():
             micros = self._micro_batches(batch, training=False)
+            self.buffers.agree()
             losses = self.executor.run(self._plan("forward-only", len(micros)), micros)
             self._forwards_ended()
             carry = torch.cat((self._carry(losses, 1.0), *(f.take(self.topology.device).view(1) for f in self.flags)))
@@ -328,31 +337,20 @@ class Engine:
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
         """Writes a checkpoint folder at `path`, whole or not at all; `extra` is kept in its manifest."""
         state = {"steps": self.steps, "consumed": self.consumed, "extra": dict(extra or {})}
-        return native.save(Path(path), self.optimizer, self.topology, self.config, state)
+        return native.save(Path(path), self.optimizer, self.topology, self.config, state, self.extras)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Takes weights, moments and counters from a checkpoint of any topology; gives back what was saved as extra."""
-        state = native.load(Path(path), self.optimizer, self.topology, self.config)
+        """Takes weights, moments, buffers and counters from a checkpoint of any topology; gives back what was saved as
+        extra. CheckpointError, before anything is overwritten, when names or shapes are another model's."""
+        state = native.load(Path(path), self.optimizer, self.topology, self.config, self.extras)
         self.steps, self.consumed = int(state["steps"]), int(state["consumed"])
         return dict(state["extra"])
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Global names -> full tensors (masters: at least fp32) on rank 0, an empty dict elsewhere. Collective."""
-        return native.collect(self.optimizer, self.topology)
+        """Global names -> full tensors (masters, at least fp32; persistent buffers) on rank 0, an empty dict elsewhere.
+        Collective."""
+        return native.collect(self.optimizer, self.topology) | self.buffers.collect()
 
     def load_full_state_dict(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes weights from full tensors by global name, which every rank must pass; moments stay as they are."""
-        mine = {r.piece.name: r.piece.shape for r in records.records(self.optimizer, (records.WEIGHT,))}
-        everyone = collectives.exchange(sorted(mine), self.topology.axis("world"))
-        names = {name for rank in everyone for name in rank}
-        for what, wrong in (("are missing", names - set(weights)), ("the model does not have", set(weights) - names)):
-            if wrong:
-                raise KeyError(f"weights {what}: {', '.join(sorted(wrong)[:10])}")
-        for name, shape in mine.items():  # before anything is overwritten
-            if tuple(weights[name].shape) != shape:
-                raise ValueError(f"{name}: shape {tuple(weights[name].shape)}, the model has {shape}")
-
-        def source(part: str, piece: Piece, box: Box) -> Tensor:
-            return weights[piece.name][tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
-
-        records.fill(self.optimizer, source, (records.WEIGHT,))
+        """Takes weights and buffers from full tensors by global name, which every rank must pass; moments stay."""
+        fit.take_full(self.optimizer, self.buffers, self.topology, weights)

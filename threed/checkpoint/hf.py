@@ -294,7 +294,8 @@ def export_hf(
     reader = native.Reader(checkpoint, manifest)
     model = _resolved(ModelConfig.model_validate(manifest["config"]["model"]))
     table = entries(model)
-    _check_names(reader.shapes, our_shapes(table), str(checkpoint))
+    beside = {name: shape for name, (*_, shape) in reader.buffers.items()}  # the layouts have none
+    _check_names({**reader.shapes, **beside}, our_shapes(table), str(checkpoint))
     _check_tokenizer(tokenizer, model)
     _check_place(out)
     to = _dtype(dtype, reader)

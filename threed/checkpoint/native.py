@@ -1,7 +1,7 @@
 """The native checkpoint: one safetensors file a rank and a manifest that says which box of which tensor lies where.
 
     step-40/manifest.json            format, configuration, counters, hash of every file, place of every box
-    step-40/rank-00000.safetensors   this rank's boxes of weight, exp_avg and exp_avg_sq
+    step-40/rank-00000.safetensors   this rank's boxes of weight, exp_avg and exp_avg_sq, buffers, generator states
 
 Loads in any topology: a rank reads the parts of saved boxes that meet its own. Nothing is pickled. A checkpoint exists
 once its manifest does: files are written into `step-40.tmp`, flushed, hashes exchanged, the manifest written last, the
@@ -15,7 +15,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, zip_longest
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +24,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from threed import collectives
+from threed.buffers import of_bytes
+from threed.checkpoint import fit
+from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import (
     CheckpointError,
     building_place,
@@ -40,7 +43,7 @@ from threed.zero.optimizer import Optimizer
 from threed.zero.records import WEIGHT, Record, fill, read, records
 
 FORMAT = "threed-checkpoint"
-VERSION = 1
+VERSION = 2  # 1 had neither buffers nor generators
 MANIFEST = "manifest.json"
 Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a box
 
@@ -48,15 +51,20 @@ Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a box
 # ----------------------------------------------------------------------------------------------------------- saving
 
 
-def save(path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any]) -> Path:
+def save(
+    path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any], extras: Extras
+) -> Path:
     """Writes the checkpoint folder `path`, whole or not at all. Collective; CheckpointError on every rank alike."""
     everyone, building = topology.axis("world"), building_place(path)
     optimizer.settle()  # a run that goes on from here and one that resumes see the same parameters
+    extras.ready()
     mine = [record for record in records(optimizer) if record.owned]
-    sizes = collectives.exchange(sum(record.nbytes for record in mine), everyone)
+    beside = extras.entries()
+    nbytes = sum(record.nbytes for record in mine) + sum(tensor.nbytes for tensor in beside[1].values())
+    sizes = collectives.exchange(nbytes, everyone)
     problem = _prepare(building, path, sum(sizes)) if everyone.index == 0 else None
     _agree(collectives.exchange(problem, everyone), building, everyone)
-    entry = _write_mine(building, everyone.index, optimizer, mine)
+    entry = _write_mine(building, everyone.index, optimizer, mine, *beside)
     entries = collectives.exchange(entry, everyone)
     _agree([e.get("error") for e in entries], building, everyone)
     problem = None
@@ -80,18 +88,27 @@ def _prepare(building: Path, path: Path, needed: int) -> str | None:
     return None
 
 
-def _write_mine(building: Path, rank: int, optimizer: Optimizer, mine: list[Record]) -> dict[str, Any]:
+def _write_mine(
+    building: Path, rank: int, optimizer: Optimizer, mine: list[Record], said: dict[str, Any], beside: dict[str, Tensor]
+) -> dict[str, Any]:
     """Writes this rank's file; what the manifest says of it, or the error."""
-    file = f"rank-{rank:05d}.safetensors"
+    file = file_of(rank)
     about = {str(number): (record.dtype, record.box.size) for number, record in enumerate(mine)}
+    about |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in beside.items()}
     boxes = [[r.part, r.piece.name, r.piece.shape, r.box.start, r.box.size] for r in mine]
-    if not mine:
+    if not about:
         return {"boxes": []}
     try:
-        digest = stream_tensors(building / file, about, (values for _, values in read(optimizer, mine)))
-        return {"file": file, "sha256": digest, "size": (building / file).stat().st_size, "boxes": boxes}
+        tensors = chain((values for _, values in read(optimizer, mine)), beside.values())
+        digest = stream_tensors(building / file, about, tensors)
+        return {"file": file, "sha256": digest, "size": (building / file).stat().st_size, "boxes": boxes, **said}
     except OSError as error:
         return {"error": f"rank {rank} could not write {building / file}: {error}"}
+
+
+def file_of(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"rank-{rank:05d}.safetensors"
 
 
 def _agree(problems: list[str | None], building: Path, everyone: Axis) -> None:
@@ -144,8 +161,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
-        raise CheckpointError(f"{path / MANIFEST} is not that of a version {VERSION} {FORMAT}")
+    if (
+        not isinstance(manifest, dict)
+        or manifest.get("format") != FORMAT
+        or manifest.get("version") not in (1, VERSION)
+    ):
+        raise CheckpointError(f"{path / MANIFEST} is not that of a version 1 or {VERSION} {FORMAT}")
     if manifest.get("sha256") != _digest(manifest):
         raise CheckpointError(f"{path / MANIFEST} is damaged: its sha256 is not the one it states")
     for entry in manifest["files"]:
@@ -175,16 +196,25 @@ def _content_problem(file: Path, wanted: str) -> str | None:
 
 
 class Reader:
-    """Boxes of a checkpoint's tensors, whatever boxes it was saved in."""
+    """Boxes of a checkpoint's tensors, whatever boxes it was saved in.
+
+    shapes: of the weights. parts: what there is of each (weight, exp_avg, ...). buffers: (file, dtype, shape) of each.
+    """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
         self._handles = {e["file"]: safe_open(path / e["file"], framework="pt") for e in manifest["files"]}
         self._index: dict[tuple[str, str], list[tuple[str, str, list[int], list[int]]]] = {}
+        self._generators = {entry["file"]: entry.get("generators", ()) for entry in manifest["files"]}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.parts: dict[str, set[str]] = {}
+        self.buffers: dict[str, tuple[str, str, tuple[int, ...]]] = {}
         for entry in manifest["files"]:
             for number, (part, name, shape, start, size) in enumerate(entry["boxes"]):
                 self._index.setdefault((part, name), []).append((entry["file"], str(number), start, size))
                 self.shapes[name] = tuple(shape)
+                self.parts.setdefault(name, set()).add(part)
+            for name, dtype, shape in entry.get("buffers", ()):
+                self.buffers[name] = entry["file"], dtype, tuple(shape)
 
     def box(self, part: str, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         """The values [*size] of the box at `start`; CheckpointError where some were never saved."""
@@ -218,13 +248,23 @@ class Reader:
         shape = self.shapes[name]
         return self.box(part, name, (0,) * len(shape), shape)
 
+    def buffer(self, name: str) -> Tensor:
+        """A persistent buffer."""
+        file, dtype, shape = self.buffers[name]
+        return of_bytes(self._handles[file].get_tensor(f"buffer/{name}"), dtype, shape)
+
+    def generators(self, rank: int) -> dict[str, Tensor]:
+        """The states of a rank's generators, uint8 [n], as far as they were saved."""
+        file = file_of(rank)
+        return {n: self._handles[file].get_tensor(f"generator/{n}").clone() for n in self._generators.get(file, ())}
+
 
 def _slices(common: Part, origin: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(common[0], common[1], origin, strict=True))
 
 
-def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config) -> dict[str, Any]:
-    """Fills the optimizer from a checkpoint of any topology; gives back its counters. Collective.
+def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras) -> dict[str, Any]:
+    """Fills the optimizer and the buffers from a checkpoint of any topology; gives back its counters. Collective.
 
     Every rank hashes a share of the files; CheckpointError on all of them when one is damaged or another model's.
     """
@@ -238,18 +278,47 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config) -
         problems = [str(error)]
     _refuse(problems, everyone)
     reader = Reader(path, manifest)
-    gaps = (reader.gap(r.part, r.piece.name, r.box.start, r.box.size) for r in records(optimizer))
+    here, old = fit.expected(optimizer, extras.buffers, topology), manifest["version"] == 1
+    other = "; ".join(_differences(reader, here, old))
+    fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict by hand"
+    _refuse([f"{path} is another model's: {other}: {fix}"] if other else [], everyone)
+    fresh = {name for name in here.trained if reader.parts[name] == {WEIGHT}} if optimizer.rule.parts else set()
+    wanted = (r for r in records(optimizer) if r.part == WEIGHT or r.piece.name not in fresh)
+    gaps = (reader.gap(r.part, r.piece.name, r.box.start, r.box.size) for r in wanted)
     _refuse([f"{path}: {gap}" for gap in gaps if gap][:10], everyone)  # before anything is overwritten
 
     def source(part: str, piece: Piece, box: Box) -> Tensor:
+        if part != WEIGHT and piece.name in fresh:
+            return torch.zeros(box.size)
         return reader.box(part, piece.name, box.start, box.size)
 
     fill(optimizer, source)
+    extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
+    _tell(topology.rank, reader, here, fresh)
+    same = manifest["topology"] == topology.sizes
+    seed = f"{config.train.seed}/{state['steps']}"
+    extras.restore_generators(reader.generators(topology.rank) if same else {}, same, seed)
     optimizer.updates.fill_(state["updates"])
     optimizer.skips.fill_(state["skips"])
     optimizer.scaler.restore(state)
     return state
+
+
+def _differences(reader: Reader, here: fit.Expected, old: bool) -> list[str]:
+    """What of a checkpoint does not fit the model; old: its version has no buffers."""
+    found = {name: shape for name, (*_, shape) in reader.buffers.items()}
+    problems = fit.differences(reader.shapes, here.weights, "weights")
+    return problems + ([] if old else fit.differences(found, here.buffers, "buffers"))
+
+
+def _tell(rank: int, reader: Reader, here: fit.Expected, fresh: set[str]) -> None:
+    """Says what was not restored."""
+    left = {name for name, parts in reader.parts.items() if parts > {WEIGHT}} - here.trained
+    kept = {name for name, shape in here.buffers.items() if shape is not None} - set(reader.buffers)
+    fit.tell(rank, "the checkpoint has no moments of {}, which were frozen: they begin at zero", fresh)
+    fit.tell(rank, "moments of {} are left out: they are not trained any more", left)
+    fit.tell(rank, "the checkpoint is of a version without buffers: {} keep the values they have", kept)
 
 
 def _refuse(problems: list[str], everyone: Axis) -> None:

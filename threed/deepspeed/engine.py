@@ -136,6 +136,7 @@ class DeepSpeedEngine:
         """The mean loss over as many micro-batches as a step has, and over ranks, without training. Collective."""
         n, wrapped = self.translation.accumulation, self.engine.wrapped
         assert wrapped is not None
+        self.engine.buffers.agree()
         with wrapped.evaluating():
             losses = [loss_of(self._run(next(data_iter))).double().reshape(1) for _ in range(n)]
         mean = torch.cat(losses).sum().view(1) / (n * self.topology.dp)

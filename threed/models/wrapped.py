@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -133,8 +132,8 @@ class Wrapped(nn.Module):
         return values[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
 
     def agree(self, axis: Axis, device: torch.device) -> None:
-        """Makes the values and buffers that the module came with those of the axis's first rank: all begin alike."""
-        for value in (*self._given.values(), *self.module.buffers()):
+        """Makes the values that the module came with those of the axis's first rank: all begin alike."""
+        for value in self._given.values():
             if axis.size > 1 and value.device.type != "meta":
                 shared = collectives.broadcast(value.detach().to(device).contiguous(), axis, 0)
                 value.copy_(shared)
@@ -203,10 +202,6 @@ def check(module: nn.Module) -> None:
             raise ValueError(f"{name} has no shape yet: run the module once before it is wrapped")
         if not param.is_floating_point():
             raise ValueError(f"{name} is {param.dtype}: only real floating-point parameters can be trained or sliced")
-    kept = {name for name, buffer in module.state_dict().items() if buffer.is_floating_point()}
-    kept -= {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    if kept:
-        warnings.warn(f"buffers are each rank's own, and in no checkpoint: {', '.join(sorted(kept)[:5])}", stacklevel=4)
 
 
 def find_references(module: nn.Module) -> list[str]:

@@ -1,0 +1,79 @@
+"""What a checkpoint holds beside weights and moments: persistent buffers, and for a wrapped module torch's generators.
+
+Buffers are saved by the rank whose value counts, as bytes, with name, dtype and shape in the manifest. The generators
+are torch's default one and that of the rank's GPU, of every rank: a wrapped module draws its dropout from them, the
+layers of this package do not. The generators of `random` and numpy are the program's own and are not saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threed.buffers import Buffers, bytes_of, dtype_name
+from threed.checkpoint.fit import listed
+from threed.topology import Topology
+
+
+@dataclass
+class Extras:
+    """Buffers of a model, and whether generators are saved with them."""
+
+    buffers: Buffers
+    topology: Topology
+    generators: bool
+    _told: set[str] = field(default_factory=set)
+
+    def ready(self) -> None:
+        """Makes buffers alike before they are saved; warns once of those that differ over tensor ranks. Collective."""
+        self.buffers.agree()
+        names = set(self.buffers.different()) - self._told
+        self._told |= names
+        if names and self.topology.axis("dp").index == self.topology.axis("tp").index == 0:
+            warnings.warn(
+                f"buffers differ between tensor ranks, and the first one's are saved: {listed(names)}; make them alike,"
+                " or register what each rank can compute with persistent=False",
+                stacklevel=4,
+            )
+
+    def entries(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What the manifest says of this rank's share, and the share itself: uint8 [n] by key."""
+        owned = self.buffers.owned()
+        states = generator_states(self.topology.device) if self.generators else {}
+        about = {
+            "buffers": [[name, dtype_name(value), list(value.shape)] for name, value in owned.items()],
+            "generators": list(states),
+        }
+        tensors = {f"buffer/{name}": bytes_of(value) for name, value in owned.items()}
+        return about, {**tensors, **{f"generator/{name}": state for name, state in states.items()}}
+
+    def restore_generators(self, saved: Mapping[str, Tensor], same: bool, seed: str) -> None:
+        """Sets the generators to what they were, or, in another topology, to states that follow from `seed`."""
+        if not self.generators:
+            return
+        device, rank = self.topology.device, self.topology.rank
+        if same and set(saved) >= set(generator_states(device)):
+            torch.set_rng_state(saved["cpu"])
+            if device.type == "cuda":
+                torch.cuda.set_rng_state(saved["cuda"], device)
+            return
+        digest = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:7], "little"))
+        if rank == 0:
+            warnings.warn(
+                "the checkpoint has no generator states of this topology: dropout of a wrapped module goes on with"
+                " other masks than where it was saved",
+                stacklevel=5,
+            )
+
+
+def generator_states(device: torch.device) -> dict[str, Tensor]:
+    """The states of the generators that a module on this device draws from, uint8 [n] each."""
+    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"cpu": torch.get_rng_state(), **cuda}

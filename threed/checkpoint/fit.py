@@ -1,0 +1,91 @@
+"""Whether tensors fit an engine, by name and shape, before anything is overwritten; and full tensors taken by name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from threed import collectives
+from threed.buffers import Buffers
+from threed.sharding import Box, Piece
+from threed.topology import Topology
+from threed.zero import records
+from threed.zero.optimizer import Optimizer
+
+Shape = tuple[int, ...]
+MOST = 10  # names in a message
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The global tensors of a model: shapes of its weights, which of them are trained, and of its persistent buffers
+    (None: one without a value so far)."""
+
+    weights: dict[str, Shape]
+    trained: frozenset[str]
+    buffers: dict[str, Shape | None]
+
+
+def expected(optimizer: Optimizer, buffers: Buffers, topology: Topology) -> Expected:
+    """What the model of an engine consists of, over all stages. Collective."""
+    found: dict[str, tuple[Shape, bool]] = {}
+    for slot in optimizer.layout.slots:
+        for piece in slot.spec.pieces:
+            if 0 not in piece.shape:  # such ones are nowhere
+                found[piece.name] = piece.shape, slot.param.requires_grad
+    for axis in ("pp", "tp"):
+        lists = collectives.exchange([[n, *both] for n, both in found.items()], topology.axis(axis))
+        found = {name: (tuple(shape), trained) for some in lists for name, shape, trained in some}
+    trained = frozenset(name for name, (_, trained) in found.items() if trained)
+    return Expected({name: shape for name, (shape, _) in found.items()}, trained, buffers.shapes())
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names as text, not too many."""
+    some = sorted(names)
+    return ", ".join(some[:MOST]) + (f" and {len(some) - MOST} more" if len(some) > MOST else "")
+
+
+def differences(found: Mapping[str, Shape], wanted: Mapping[str, Shape | None], what: str) -> list[str]:
+    """What a checkpoint's tensors lack, have too many, and have in another shape; a line each."""
+    missing = [name for name, shape in wanted.items() if name not in found and shape is not None]
+    unknown = [name for name in found if name not in wanted]
+    others = [
+        f"{name} is {list(shape)} in the checkpoint and {list(here)} in the model"
+        for name, shape in found.items()
+        if (here := wanted.get(name)) is not None and tuple(shape) != tuple(here)
+    ]
+    lines = [f"the checkpoint has no {what} {listed(missing)}"] if missing else []
+    lines += [f"the model has no {what} {listed(unknown)}, which the checkpoint has"] if unknown else []
+    return lines + ([f"{what} of other shapes: {'; '.join(sorted(others)[:MOST])}"] if others else [])
+
+
+def tell(rank: int, text: str, names: Collection[str]) -> None:
+    """A warning with names, on the first rank."""
+    if names and rank == 0:
+        warnings.warn(text.format(listed(names)), stacklevel=4)
+
+
+def take_full(optimizer: Optimizer, buffers: Buffers, topology: Topology, given: Mapping[str, Tensor]) -> None:
+    """Sets weights and persistent buffers from full tensors by global name. Collective.
+
+    KeyError naming what is missing or unknown, ValueError naming another shape, before anything is overwritten.
+    """
+    here = expected(optimizer, buffers, topology)
+    wanted: dict[str, Shape | None] = {**here.weights, **here.buffers}
+    needed = {name for name, shape in wanted.items() if shape is not None}
+    for what, wrong in (("are missing", needed - set(given)), ("the model does not have", set(given) - set(wanted))):
+        if wrong:
+            raise KeyError(f"weights {what}: {listed(wrong)}")
+    for name, shape in wanted.items():
+        if shape is not None and tuple(given[name].shape) != shape:
+            raise ValueError(f"{name}: shape {tuple(given[name].shape)}, the model has {shape}")
+
+    def source(part: str, piece: Piece, box: Box) -> Tensor:
+        return given[piece.name][tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
+
+    records.fill(optimizer, source, (records.WEIGHT,))
+    buffers.restore(set(given) & set(here.buffers), given.__getitem__)
