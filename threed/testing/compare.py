@@ -70,9 +70,12 @@ def differences(engine: Engine, metrics: Sequence[StepMetrics], truth: Results, 
     """Where this rank's part of the results differs from the truth. Collective.
 
     Losses and norms may differ by `tolerance` relative to the truth's, weights and moments by so much absolutely.
+    Raises ValueError where the optimizers keep other moments.
     """
     losses = scalars("loss", [m.loss for m in metrics], truth.losses, tolerance)
     norms = scalars("norm", [m.grad_norm for m in metrics], truth.norms, tolerance)
+    if set(truth.moments) != set(engine.optimizer.rule.parts):
+        raise ValueError(f"{list(engine.optimizer.rule.parts)} cannot be compared with {list(truth.moments)}")
     return [*losses, *norms, *bad_cuts(engine, truth.weights), *unequal(engine, truth.parts, tolerance)]
 
 

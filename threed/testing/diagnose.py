@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -46,10 +47,7 @@ def boundaries(
             continue
         if want.dim() and want.shape != got.shape and want.shape[0] == got.shape[0] * tensor.size:
             want = want.narrow(0, tensor.index * got.shape[0], got.shape[0])  # a part of the sequence
-        if want.shape != got.shape:
-            what = f"has shape {list(got.shape)}, on one process {list(want.shape)}"
-            yield key, Finding(key[0], what)
-        elif not (gap := farthest(got, want)) <= tolerance * largest(want) + 1e-15:
+        if want.shape == got.shape and not (gap := farthest(got, want)) <= tolerance * largest(want) + 1e-15:
             yield key, Finding(key[0], "differs", gap, values=got if got.numel() <= KEPT else None)
 
 
@@ -64,21 +62,23 @@ class Judge:
     def __init__(self, truth: Mapping[str, Any], tensor: int, said: Iterable[str]) -> None:
         self.truth, self.tensor, self.said = truth, tensor, set(said)
         self.layers: Layers = truth["layers"]
-        self._layer_of = {name: n for n, (_, names) in enumerate(self.layers) for name in names}
+        self._layer_of = {name: n for n, (_, names) in reversed([*enumerate(self.layers)]) for name in names}
 
     def explain(self, ranks: Sequence[Seen]) -> Iterator[About]:
         """What differs, the likely beginnings first; nothing where nothing does."""
         early = any(seen.first for seen in ranks)
         found = [(rank, f) for rank, seen in enumerate(ranks) for f in (seen.first if early else seen.last)]
-        for _, f in found:
-            if f.kind == "cut":
-                yield self._of(f.parameter, f"{f.what}{_CUT}", None)
+        cuts = sorted((f for _, f in found if f.kind == "cut"), key=lambda f: self._layer_of.get(f.parameter, -1))
+        for _, of_layer in groupby(cuts, key=lambda f: self._layer_of.get(f.parameter, -1)):
+            first, *others = of_layer
+            more = f" (so it is with {len(others)} more of its parameters)" if others else ""
+            yield self._of(first.parameter, f"{first.what}{more}{_CUT}", None)
         losses = [f for _, f in found if f.kind == "loss"]
         if losses and early:
             yield self._forward(ranks, losses[0], found)
         elif any(f.kind not in ("loss", "norm", "cut") for _, f in found):
             yield from self._backward(ranks if early else (), found, "" if early else "after the first step ")
-        elif rest := [f for _, f in found if f.kind != "cut"]:
+        elif (rest := [f for _, f in found if f.kind != "cut"]) and not cuts:
             cause = "some gradient is counted more often, or less, than once" if rest[0].kind == "norm" else ""
             yield None, None, f"the {rest[0]}; weights agree: {cause}".removesuffix(": "), _finite(rest[0].largest)
 
@@ -91,7 +91,12 @@ class Judge:
     def _forward(self, ranks: Sequence[Seen], loss: Finding, found: Sequence[tuple[int, Finding]]) -> About:
         between = _between(ranks, OUTPUT)
         if not between:
-            return None, None, f"the loss differs ({loss.what}), though every layer's output agrees", _finite(loss.largest)
+            return (
+                None,
+                None,
+                f"the loss differs ({loss.what}), though every layer's output agrees",
+                _finite(loss.largest),
+            )
         number = min(key[1] for key in between)
         key, of_ranks = next((key, values) for key, values in between.items() if key[1] == number)
         inside = [f.parameter for _, f in found if self._layer_of.get(f.parameter) == number]
@@ -102,9 +107,7 @@ class Judge:
             _finite(max(f.largest for f in of_ranks.values())),
         )  # fmt: skip
 
-    def _backward(
-        self, ranks: Sequence[Seen], found: Sequence[tuple[int, Finding]], when: str
-    ) -> Iterator[About]:
+    def _backward(self, ranks: Sequence[Seen], found: Sequence[tuple[int, Finding]], when: str) -> Iterator[About]:
         """The parameters whose gradient differs and that lie behind the first layer, in the order of the backward,
         which hands on a wrong gradient; then that layer."""
         between = _between(ranks, INPUT_GRADIENT)
@@ -131,9 +134,6 @@ class Judge:
     def _cause(self, key: Key, of_ranks: Mapping[int, Finding], beside: tuple[str, int], partial: str) -> str:
         """What the values of the tensor ranks say of a difference between layers. beside: what a residual branch adds
         to it on every rank."""
-        first = next(iter(of_ranks.values()))
-        if math.isnan(first.largest) and first.values is None:
-            return first.what
         want, values = self.truth["seen"][key], [f.values for f in of_ranks.values()]
         whole = [v for v in values if v is not None and v.shape == want.shape]
         if self.tensor > 1 and len(whole) == self.tensor:
@@ -142,11 +142,14 @@ class Judge:
             if _near(total, want) or (branch is not None and _near(total - (self.tensor - 1) * branch, want)):
                 return partial
             if all(torch.equal(whole[0], other) for other in whole[1:]):
-                return "is not that of one process, though all tensor ranks agree: a slice that is not what its record says, or a sum too many"
-            return "is not the same on all tensor ranks: a sum that was not made, or random numbers of torch's own"
+                return "is the same on all tensor ranks, and not that of one process: a sum too many, or a wrong slice"
+            return (
+                "is not the same on all tensor ranks: a sum that was not made, or a slice that the rank has no part in"
+            )
         if "recompute" in self.said:
             return "differs: its forward runs twice, and changes its input in place, or something that it reads"
-        return "differs, though its input does not"
+        slices = ": a slice that is not the rank's own, or a sum that was not made" if self.tensor > 1 else ""
+        return f"differs, though what it is made from does not{slices}"
 
     def _cause_of(self, found: Sequence[tuple[int, Finding]]) -> str:
         """What the values of the ranks say of a parameter that differs."""
@@ -221,24 +224,19 @@ def _first_named(text: str, names: Iterable[str]) -> str | None:
 
 
 def report_of(error: RanksFailed) -> dict[str, Any] | None:
-    """What the rank that failed first said of it; others fail for want of it."""
+    """What the rank that failed first said of it; None where all that is said is that another rank is gone, or sends
+    other messages than are awaited."""
     reports = [report for report in error.reports.values() if report]
-    own = [report for report in reports if not re.search(r"gloo|[Cc]onnection (closed|reset)", report["text"])]
-    return next(iter(own or reports), None)
+    return next((r for r in reports if not re.search(r"gloo|[Cc]onnection (closed|reset)", r["text"])), None)
 
 
 def silence(error: RanksFailed, timeout: float) -> tuple[str | None, str]:
     """Of ranks that died or hang: the layer where the one that is least far was last seen, and what happened."""
-    calls = {rank: re.fullmatch(r"call (\d+), the \w+ of (.*)", text) for rank, text in error.notes.items()}
-    last = sorted((int(call[1]), call[2]) for call in calls.values() if call)
+    calls = (re.fullmatch(r"call (\d+), the \w+ of (.*)", text) for text in error.notes.values())
+    last = sorted((int(call[1]), call[2]) for call in calls if call)
     seen = "; ".join(f"rank {rank} in {text}" for rank, text in sorted(error.notes.items()))
-    what = (
-        f"rank {next(iter(error.failures))} died without a word, as gloo's do when ranks send messages of other sizes"
-        " than are awaited"
-        if error.failures
-        else f"the ranks still wait for each other after {timeout:g} seconds: a collective that only some of them call"
-    )
-    return (last[0][1] if last else None), f"{what} (last seen: {seen or 'nowhere'})"
+    what = _MISMATCH if error.failures else f"the ranks still wait for each other after {timeout:g} seconds"
+    return (last[0][1] if last else None), f"{what}{_NOT_ALL} (last seen: {seen or 'nowhere'})"
 
 
 def repeated(found: Seen, layers: Layers) -> Iterator[About]:
@@ -252,6 +250,8 @@ def repeated(found: Seen, layers: Layers) -> Iterator[About]:
     yield layers[number][0] if outputs else None, own, _RANDOM, _finite(size)
 
 
+_MISMATCH = "ranks send each other messages of other sizes than are awaited"
+_NOT_ALL = ": a collective that only some of them call, or a shape that depends on the rank"
 _RANDOM = (
     "two trainings of one process differ: it reads random numbers of torch's own, or something that one training leaves"
     " to the next; dropout is layers.Dropout, the same mask in every topology"

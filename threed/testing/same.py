@@ -30,7 +30,7 @@ from threed.testing.compare import Finding, Results, differences, results_of
 from threed.testing.diagnose import Layers, Seen
 from threed.testing.ranks import RanksFailed, run_ranks
 from threed.testing.topologies import DEFAULT, configured, ranks_of, words
-from threed.testing.watch import Watch, label
+from threed.testing.watch import Key, Watch, label
 from threed.topology import Topology
 
 Build = Callable[..., Any]
@@ -197,7 +197,8 @@ def _explain_failure(report: Report, name: str, error: RanksFailed, timeout: flo
     elif broken["phase"] != "step" and (broken["kind"] == "value" or name == ALONE):
         report.refused.append(Refused(name, lines[0] if broken["kind"] == "value" else broken["text"]))
     else:
-        what = f"ends with {broken['text']}"
+        hint = "; change a copy: x = x * 2, not x.mul_(2)" if "in-place" in broken["message"] else ""
+        what = f"ends with {broken['text']}{hint}"
         report.differences.append(Difference(name, broken["layer"] or None, None, what, None))
 
 
@@ -210,7 +211,9 @@ def _check(build: Build, batch: BatchOf | None, config: Config) -> None:
     try:
         pickle.dumps((build, batch))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(f"build and batch go to other processes: define them at a module's top level ({error})") from None
+        raise ValueError(
+            f"build and batch go to other processes: define them at a module's top level ({error})"
+        ) from None
 
 
 def random_tokens(config: Config, step: int) -> dict[str, Tensor]:
@@ -231,9 +234,11 @@ def share(batch: Mapping[str, Tensor], topology: Topology) -> dict[str, Tensor]:
 
 
 def _train(
-    task: _Task, said: dict[str, int], seed: int, after_first: Callable[..., Any], after_last: Callable[..., Any]
-) -> tuple[Any, Watch, Any, Layers]:
-    """Trains in this world: what `after_first` and `after_last` say of engine and metrics, and what passed between."""
+    task: _Task, said: dict[str, int], seed: int, after_first: Callable[..., Any], after_last: Callable[..., Any],
+    seen: Mapping[Key, Tensor],
+) -> tuple[Any, Watch, Any, Layers]:  # fmt: skip
+    """Trains in this world: what `after_first` and `after_last` say of engine and metrics, and what passed between
+    layers; `seen`: what does on one process."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -246,7 +251,7 @@ def _train(
         model = task.build(config.model, slicing)
         layers += _layers(model)
         engine = Engine(model, topology, config)
-        watch = Watch(engine)
+        watch = Watch(engine, seen)
         phase, at = "batch", lambda: watch.at
         batches = [share(task.batch(config, step), topology) for step in range(config.train.steps)]
         phase = "step"
@@ -264,14 +269,17 @@ def _layers(model: Any) -> Layers:
     if isinstance(model, nn.Module) and not hasattr(model, "slicing"):
         return [("module", [name for name, _ in model.named_parameters()])]
     return [
-        (label(layer, number), [piece.name for p in layer.parameters() if hasattr(p, "spec") for piece in p.spec.pieces])
+        (
+            label(layer, number),
+            [piece.name for p in layer.parameters() if hasattr(p, "spec") for piece in p.spec.pieces],
+        )
         for number, layer in enumerate(model.layers())
     ]
 
 
 def _find_truth(task: _Task) -> Seen:
     """On one process: writes what training gives, and finds where one with other random numbers differs."""
-    first, watch, last, layers = _train(task, {}, 0, results_of, results_of)
+    first, watch, last, layers = _train(task, {}, 0, results_of, results_of, {})
     truth = {"first": vars(first), "last": vars(last), "seen": watch.seen, "layers": layers}
     torch.save(truth, task.file)
     return _train_and_compare(task, {})
@@ -289,6 +297,6 @@ def _train_and_compare(task: _Task, said: dict[str, int]) -> Seen:
         return differences(engine, metrics, last, task.tolerance)
 
     rank = int(os.environ["RANK"])
-    found, watch, found_last, _ = _train(task, said, 1 + rank, after_first, after_last)
+    found, watch, found_last, _ = _train(task, said, 1 + rank, after_first, after_last, truth["seen"])
     between = diagnose.boundaries(watch.seen, truth["seen"], watch.tensor, task.tolerance)
     return Seen(found, list(between) if found else [], found_last)

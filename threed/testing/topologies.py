@@ -59,10 +59,8 @@ def configured(config: Config, said: dict[str, int]) -> Config:
     micro = said.get("micro", config.train.micro_batch)
     share, rest = divmod(config.train.global_batch, sizes["dp"])
     if rest or share % micro:
-        raise ConfigError([
-            f"--train.global-batch {config.train.global_batch} cannot be cut into micro-batches of {micro} on"
-            f" {sizes['dp']} data ranks"
-        ])  # fmt: skip
+        rows = f"--train.global-batch {config.train.global_batch}"
+        raise ConfigError([f"{rows} cannot be cut into micro-batches of {micro} on {sizes['dp']} data ranks"])
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update={**sizes, "sequence": "seq" in said}),

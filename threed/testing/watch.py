@@ -10,13 +10,14 @@ Boundaries say where a difference begins; whether there is one, losses and param
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from threed import collectives
 from threed.engine import Engine
 from threed.testing.ranks import note
 
@@ -25,9 +26,13 @@ Key = tuple[str, int, tuple[int, ...], int]
 
 
 class Watch:
-    """Sees this rank's layers run, until `stop`; also notes for the parent which one runs."""
+    """Sees this rank's layers run, until `stop`; also notes for the parent which one runs.
 
-    def __init__(self, engine: Engine) -> None:
+    truth: what another watch saw; an output whose shape is not that, nor a part of it, is an error at once.
+    """
+
+    def __init__(self, engine: Engine, truth: Mapping[Key, Tensor]) -> None:
+        self.truth = truth
         self.names = [label(layer, number) for number, layer in enumerate(engine.model.layers())]
         self.seen: dict[Key, Tensor] = {}
         self.tensor = engine.topology.axis("tp")
@@ -50,6 +55,7 @@ class Watch:
 
         def after(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             for key, y in self._keys(OUTPUT, number, output, args[1]):
+                self._check_shape(y, self.truth.get(key, y))
                 self._keeper(key)(y)
                 if y.requires_grad and not y.is_leaf:
                     y.register_hook(lambda dy: self._note("backward", number))
@@ -58,8 +64,19 @@ class Watch:
         layer.register_forward_hook(after)
 
     def _note(self, what: str, number: int) -> None:
+        if self._recording:  # tensor ranks that do not call the same collectives do not get beyond the layer
+            collectives.all_gather(torch.zeros(1), self.tensor)
         self.at = self.names[number]
         note(f"call {next(self._serial)}, the {what} of {self.at}")
+
+    def _check_shape(self, got: Tensor, want: Tensor) -> None:
+        parts = self.tensor.size
+        cut = [
+            mine == whole or abs(mine * parts - whole) < parts
+            for mine, whole in zip(got.shape, want.shape, strict=False)
+        ]
+        if got.dim() != want.dim() or not all(cut):
+            raise RuntimeError(f"its output has shape {list(got.shape)}, on one process {list(want.shape)}")
 
     def _keys(self, kind: str, number: int, value: Any, micro: Any) -> Iterator[tuple[Key, Tensor]]:
         """The tensors in a value, and what each is kept by; none while nothing is kept."""
@@ -79,4 +96,3 @@ class Watch:
 def label(layer: nn.Module, number: int) -> str:
     """A layer as reports name it."""
     return str(getattr(layer, "name", "")) or f"layer {number} ({type(layer).__name__})"
-
