@@ -239,19 +239,18 @@ def _train(
 ) -> tuple[Any, Watch, Any, Layers]:  # fmt: skip
     """Trains in this world: what `after_first` and `after_last` say of engine and metrics, and what passed between
     layers; `seen`: what does on one process."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
     os.dup2(2, 1)  # what a model prints is not the report
     phase, at, layers = "build", lambda: "", list[tuple[str, list[str]]]()
     try:
         config = resolve(configured(task.config, said), VOCAB, ranks_of(said))
         topology = Topology(pp=config.parallel.pp, tp=config.parallel.tp)
         slicing = Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
+        _seed(config.train.seed)
         model = task.build(config.model, slicing)
         layers += _layers(model)
         engine = Engine(model, topology, config)
         watch = Watch(engine, seen)
+        _seed(seed)
         phase, at = "batch", lambda: watch.at
         batches = [share(task.batch(config, step), topology) for step in range(config.train.steps)]
         phase = "step"
@@ -262,6 +261,14 @@ def _train(
         return first, watch, after_last(engine, metrics), layers
     except Exception as error:
         raise _Broken(phase, at(), error, layers) from error
+
+
+def _seed(seed: int) -> None:
+    """Seeds the generators that a user's code may draw from: a module's initial values are the same, what it draws in
+    its forward is not."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _layers(model: Any) -> Layers:
