@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -77,6 +78,24 @@ def test_the_example_is_the_same_on_the_command_line() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     same = {"same": True, "topologies": ["tp2-seq", "pp2-dp2-zero3"], "refused": [], "differences": []}
     assert json.loads(done.stdout) == same
+
+
+def examples() -> list[str]:
+    """The models of the examples: classes with layers and costs."""
+    found = []
+    for path in sorted(EXAMPLE.parent.glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            methods = {item.name for item in getattr(node, "body", ()) if isinstance(item, ast.FunctionDef)}
+            if isinstance(node, ast.ClassDef) and methods >= {"layers", "costs"}:
+                found.append(f"{path.name}:{node.name}")
+    return found
+
+
+@pytest.mark.parametrize("example", examples())
+def test_the_examples_are_the_same(example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    topologies = "tp2,tp2-seq,pp2-dp2-zero3-recompute"
+    assert main(["verify", f"{EXAMPLE.parent / example}", "--topologies", topologies]) == 0, capsys.readouterr().out
+    assert f"equal          {topologies.replace(',', ', ')}\nsame\n" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------- the command, in process

@@ -213,9 +213,12 @@ def _finite(value: float) -> float | None:
 
 def named(text: str, layers: Layers) -> tuple[str | None, str | None]:
     """The layer and the parameter that a text speaks of first."""
-    names = {name: layer for layer, own in layers for name in own}
-    parameter = _first_named(text, names)
-    return _first_named(text, [layer for layer, _ in layers]) or names.get(parameter or ""), parameter
+    layer_of = {name: layer for layer, own in layers for name in own}
+    layer, parameter = _first_named(text, [layer for layer, _ in layers]), _first_named(text, layer_of)
+    if layer is not None and parameter is None:  # by its path in the layer, perhaps
+        paths = {name.removeprefix(f"{layer}."): name for name, own in layer_of.items() if own == layer}
+        parameter = paths.get(_first_named(text, paths) or "")
+    return layer or layer_of.get(parameter or ""), parameter
 
 
 def _first_named(text: str, names: Iterable[str]) -> str | None:
