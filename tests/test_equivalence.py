@@ -10,15 +10,16 @@ import functools
 import hashlib
 import itertools
 import random
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 
 from tests.configs import MODELS, RECOMPUTE, Case, Result, train, trained
 from tests.harness import run_ranks
+from threed.engine import Engine, StepMetrics
 from threed.testing import differences
 
 # fp64: the order of sums is all that differs. fp32: the same relative to 1e-7 rounding and three Adam steps.
@@ -47,6 +48,7 @@ SETTINGS: dict[str, list[object]] = {
 PLAIN = ("pp", "dp", "tp", "model", "sequence", "zero", "schedule", "microbatches", "dropout")
 Values = dict[str, object]
 Pair = tuple[str, object, str, object]
+Work = Callable[[Case], tuple[Engine, list[StepMetrics]]]
 
 
 def make(values: Values) -> Case | None:
@@ -118,12 +120,12 @@ def covering(seed: int) -> tuple[Case, ...]:
     return tuple(chosen)
 
 
-def run_cases(cases: list[Case], folder: str) -> list[str]:
+def run_cases(cases: list[Case], folder: str, work: Work) -> list[str]:
     """On every rank: trains each case, and says where what this rank holds differs from one process."""
     wrong = []
     for case in cases:
         try:
-            engine, metrics = trained(case)
+            engine, metrics = work(case)
         except Exception as error:
             raise RuntimeError(f"{case} failed") from error
         truth = torch.load(f"{folder}/{name_of(case.truth)}", mmap=True)
@@ -143,27 +145,27 @@ def write_truths(cases: list[Case], folder: str) -> None:
         torch.save(vars(train(case)), f"{folder}/{name_of(case)}")
 
 
-def run_all(cases: Sequence[Case], folder: Path) -> None:
-    """One world a shape, all its cases in it."""
-    run_ranks(1, write_truths, list(dict.fromkeys(case.truth for case in cases)), str(folder), timeout=1200)
-    worlds = defaultdict(list)
+def run_all(cases: Sequence[Case], work: Work = trained) -> None:
+    """One world a shape, all its cases in it; `work` trains one on its ranks."""
+    worlds, wrong = defaultdict(list), list[str]()
     for case in cases:
         worlds[case.pp, case.dp, case.tp].append(case)
-    wrong = list[str]()
-    for (pp, dp, tp), mine in worlds.items():
-        wrong += itertools.chain(*run_ranks(pp * dp * tp, run_cases, mine, str(folder), timeout=3600))
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(1, write_truths, list(dict.fromkeys(case.truth for case in cases)), folder, timeout=1200)
+        for (pp, dp, tp), mine in worlds.items():
+            wrong += itertools.chain(*run_ranks(pp * dp * tp, run_cases, mine, folder, work, timeout=3600))
     assert not wrong, f"{len(wrong)} differences in {len(cases)} cases:\n" + "\n\n".join(wrong[:20])
 
 
-def test_a_covering_set_of_configurations_equals_one_process(tmp_path: Path) -> None:
-    run_all(covering(0), tmp_path)
+def test_a_covering_set_of_configurations_equals_one_process() -> None:
+    run_all(covering(0))
 
 
 @pytest.mark.grid
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", range(1, 9))
-def test_another_covering_set_of_configurations_equals_one_process(seed: int, tmp_path: Path) -> None:
-    run_all(covering(seed), tmp_path)
+def test_another_covering_set_of_configurations_equals_one_process(seed: int) -> None:
+    run_all(covering(seed))
 
 
 def test_the_covering_set_covers_what_any_case_does() -> None:
@@ -179,6 +181,6 @@ def test_the_covering_set_covers_what_any_case_does() -> None:
 @pytest.mark.parametrize(
     "shape", sorted({(c.pp, c.dp, c.tp) for c in grid()}), ids=lambda s: "pp{}-dp{}-tp{}".format(*s)
 )
-def test_every_configuration_equals_one_process(shape: tuple[int, int, int], tmp_path: Path) -> None:
+def test_every_configuration_equals_one_process(shape: tuple[int, int, int]) -> None:
     """In fp64, which bears the tighter bound; fp32, recompute and offload run in the covering sets."""
-    run_all([case for case in grid() if (case.pp, case.dp, case.tp) == shape], tmp_path)
+    run_all([case for case in grid() if (case.pp, case.dp, case.tp) == shape])

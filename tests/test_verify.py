@@ -217,7 +217,7 @@ def test_words_of_topologies() -> None:
     assert (config.zero.stage, config.zero.offload_optimizer, config.zero.offload_params) == (3, "cpu", "cpu")
     assert (config.recompute.mode, config.train.micro_batch) == ("full", 1)
     assert all(ranks_of(words(name)) <= 8 for name in DEFAULT)
-    for name in ("offload", "seq", "dp3"):
+    for name in ("offload", "seq", "dp3", "tp3-seq"):
         with pytest.raises(ConfigError):
             configured(Config.model_validate(DEFAULTS), words(name))
     with pytest.raises(ValueError, match="twice"):

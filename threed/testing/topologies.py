@@ -52,6 +52,8 @@ def configured(config: Config, said: dict[str, int]) -> Config:
         raise ConfigError(["offload: states of the optimizer live elsewhere from ZeRO's stage 1 on; add zero1 or more"])
     if "seq" in said and said.get("tp", 1) == 1:
         raise ConfigError(["seq: sequences are cut over tensor ranks; add tp2 or more"])
+    if "seq" in said and config.model.seq % said["tp"]:
+        raise ConfigError([f"--model.seq {config.model.seq} cannot be cut over {said['tp']} tensor ranks"])
     sizes = {axis: said.get(axis, 1) for axis in ("tp", "pp", "dp")}
     place = "cpu" if "offload" in said else "none"
     zero = {"stage": stage, "offload_optimizer": place, "offload_params": place if stage == 3 else "none"}
