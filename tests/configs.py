@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from threed import models
-from threed.checkpoint import native
 from threed.config import Config, resolve
 from threed.engine import Engine, StepMetrics
 from threed.layers import Slicing
+from threed.testing import Results as Result
+from threed.testing import results_of as result_of
 from threed.topology import Topology
 
 VOCAB = 53  # no tensor-parallel size divides it
@@ -137,27 +138,14 @@ def engine_of(config: Config, **keywords: object) -> Engine:
     return Engine(models.build(config.model, slicing), topology, config, **keywords)  # type: ignore[arg-type]
 
 
-@dataclass
-class Result:
-    """What a few steps gave: losses, gradient norms, and every weight and moment (on rank 0)."""
-
-    losses: list[float]
-    norms: list[float]
-    weights: dict[str, Tensor]
-    moments: dict[str, dict[str, Tensor]]
+def trained(case: Case, **keywords: object) -> tuple[Engine, list[StepMetrics]]:
+    """The engine after three steps of a case, and what they gave."""
+    config = config_of(case)
+    engine = engine_of(config, **keywords)
+    rows = config.train.global_batch
+    return engine, [engine.step(share(batch(step, rows), engine.topology)) for step in range(STEPS)]
 
 
 def train(case: Case, **keywords: object) -> Result:
     """Three steps of a case."""
-    config = config_of(case)
-    engine = engine_of(config, **keywords)
-    rows = config.train.global_batch
-    metrics = [engine.step(share(batch(step, rows), engine.topology)) for step in range(STEPS)]
-    return result_of(engine, metrics)
-
-
-def result_of(engine: Engine, metrics: list[StepMetrics]) -> Result:
-    """What an engine holds after these steps."""
-    parts = engine.optimizer.rule.parts
-    moments = {part: native.collect(engine.optimizer, engine.topology, part) for part in parts}
-    return Result([m.loss for m in metrics], [m.grad_norm for m in metrics], engine.full_state_dict(), moments)
+    return result_of(*trained(case, **keywords))

@@ -181,6 +181,8 @@ def check_training(script: str, flags: list[str], world: int) -> None:
 def check_tool(words: list[str]) -> None:
     if words[0] == "plan":
         load_checked(words[1:], defaults={}, presets=PRESETS, world_size=1)
+    elif words[0] == "verify":
+        load_checked(cli._parser().parse_known_args(words)[1], defaults={}, presets=PRESETS, world_size=1)
     else:
         cli._parser().parse_args(words)
 

@@ -48,6 +48,7 @@ FLOORS = {
     "threed.forecast": 6,
     "threed.sampling": 6,
     "threed.ending": 6,
+    "threed.testing": 6,
     "threed.trainer": 6,
     "threed.launch": 6,
     "threed.cli": 6,

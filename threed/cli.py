@@ -6,6 +6,7 @@ threed tokenize SRC DST [--tokenizer bytes]                    text -> Megatron 
 threed convert SRC DST [--dtype bf16]                          native checkpoint -> Hugging Face folder
 threed inspect [CHECKPOINT]                                    versions and devices; or a checkpoint, verified
 threed report RUN                                              draws a run's figures again
+threed verify FILE.py:NAME [--topologies tp2,pp2] [--json]     is a model of one's own the same in every topology?
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["plan"]:
         return _plan(argv[1:])
+    if argv[:1] == ["verify"]:
+        return _verify(argv)
     arguments = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], None] = arguments.run
     try:
@@ -76,6 +79,14 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--drive", default=tempfile.gettempdir(), help="folder whose drive is timed (default %(default)s)")
     sub = tool("report", "draws a run's figures again from its folder", _report)
     sub.add_argument("folder", type=Path)
+    text = "trains a model in every topology and compares with one process: exit code 0 same, 1 differs, 2 not compared"
+    sub = tools.add_parser("verify", help=text, allow_abbrev=False, description=f"{text}; takes flags of training too")
+    sub.add_argument("model", metavar="FILE.py:NAME", help="a class called with a ModelConfig and a Slicing")
+    sub.add_argument(
+        "--topologies", help="such as tp2,tp2-seq,dp2-zero3: words tpN ppN dpN seq zeroN recompute offload"
+    )
+    sub.add_argument("--timeout", type=float, default=120, help="seconds for one topology (default 120)")
+    sub.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -83,6 +94,25 @@ def _plan(argv: list[str]) -> int:
     from threed import launch
 
     return launch.main([*argv, "--dry-run"], defaults={}, presets=PRESETS, prog="threed plan")
+
+
+def _verify(argv: list[str]) -> int:
+    a, flags = _parser().parse_known_args(argv)
+    from threed import testing
+    from threed.arguments import load
+
+    try:
+        config, options = load(flags, defaults=testing.DEFAULTS, presets=PRESETS)
+        if options.dry_run or options.world_size is not None:
+            raise ValueError("--dry-run and --world-size are for training; use --topologies")
+        build, batch = testing.find(a.model)
+        names = testing.TOPOLOGIES if a.topologies is None else a.topologies.split(",")
+        report = testing.same_everywhere(build, batch, names, config=config, timeout=a.timeout)
+    except ValueError as error:
+        print(f"threed verify: {error}", file=sys.stderr)
+        return 2
+    print(report.json() if a.json else report)
+    return report.exit_code
 
 
 def _schedule(a: argparse.Namespace) -> None:

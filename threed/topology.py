@@ -81,6 +81,15 @@ def start(device: torch.device | None = None, timeout: timedelta = timedelta(min
     )  # fmt: skip
 
 
+def start_from_file(file: str, rank: int, world: int) -> None:
+    """Makes the default process group of `world` gloo ranks on this machine that meet in a file; one alone needs none.
+
+    file: of a folder that they share; it must not exist yet.
+    """
+    if world > 1:
+        dist.init_process_group("gloo", store=dist.FileStore(file, world), rank=rank, world_size=world)
+
+
 def default_device() -> torch.device:
     """The device of this process: its local GPU where there is one, unless its ranks talk by gloo; else the CPU."""
     gloo = dist.is_initialized() and dist.get_backend() == "gloo"

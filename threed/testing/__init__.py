@@ -1,0 +1,30 @@
+"""Is a model the same in every topology? And real ranks to test it on.
+
+    report = same_everywhere(MyModel)                     # in every topology of a default set
+    report = same_everywhere(MyModel, my_batches, ["tp2", "pp2-dp2-zero3"], config=config)
+    assert report.same, report
+    results = run_ranks(4, work, arg)                     # work(arg) on 4 gloo ranks of this machine
+
+`threed verify FILE.py:NAME` is the same from the command line; docs/verify.md explains both.
+"""
+
+from threed.testing.compare import Results, differences, results_of
+from threed.testing.ranks import RanksFailed, run_ranks
+from threed.testing.same import DEFAULTS, Difference, Refused, Report, same_everywhere
+from threed.testing.source import find
+from threed.testing.topologies import DEFAULT as TOPOLOGIES
+
+__all__ = [
+    "DEFAULTS",
+    "TOPOLOGIES",
+    "Difference",
+    "RanksFailed",
+    "Refused",
+    "Report",
+    "Results",
+    "differences",
+    "find",
+    "results_of",
+    "run_ranks",
+    "same_everywhere",
+]

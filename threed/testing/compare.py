@@ -1,0 +1,132 @@
+"""What a few steps gave, and where it differs from what the same steps gave on one process, element by element.
+
+    truth = results_of(engine, metrics)                       # on one process
+    found = differences(engine, metrics, truth, tolerance)    # on every rank of another topology
+
+Every rank compares the boxes that it holds itself: nothing is collected, and a copy that drifts is seen on its rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from threed import collectives
+from threed.checkpoint import native
+from threed.engine import Engine, StepMetrics
+from threed.zero.records import WEIGHT, Record, read, records
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # start and size
+KEPT = 2**16  # elements of a tensor that differs which a finding brings along
+
+
+@dataclass
+class Results:
+    """What a few steps gave: losses, gradient norms, and every weight and moment by global name (on rank 0)."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]]
+
+    @property
+    def parts(self) -> dict[str, dict[str, Tensor]]:
+        """Weights and moments, by part."""
+        return {WEIGHT: self.weights, **self.moments}
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    """Something that differs. kind: loss, norm, cut (who holds what), or a part of the state: weight, exp_avg ...
+
+    parameter: its global name, and the box of it. largest: the largest difference. values: this rank's, if not too
+    many.
+    """
+
+    kind: str
+    what: str
+    largest: float = math.nan
+    parameter: str = ""
+    box: Box = ((), ())
+    values: Tensor | None = None
+
+    def __str__(self) -> str:
+        about = f"{self.kind} of {self.parameter} {list(self.box[0])}" if self.parameter else self.kind
+        return f"{about}: {self.what}" + ("" if math.isnan(self.largest) else f", by up to {self.largest:.3g}")
+
+
+def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
+    """What an engine holds after these steps. Collective."""
+    parts = engine.optimizer.rule.parts
+    moments = {part: native.collect(engine.optimizer, engine.topology, part) for part in parts}
+    return Results([m.loss for m in metrics], [m.grad_norm for m in metrics], engine.full_state_dict(), moments)
+
+
+def differences(engine: Engine, metrics: Sequence[StepMetrics], truth: Results, tolerance: float) -> list[Finding]:
+    """Where this rank's part of the results differs from the truth. Collective.
+
+    Losses and norms may differ by `tolerance` relative to the truth's, weights and moments by so much absolutely.
+    Raises ValueError where the optimizers keep other moments.
+    """
+    losses = scalars("loss", [m.loss for m in metrics], truth.losses, tolerance)
+    norms = scalars("norm", [m.grad_norm for m in metrics], truth.norms, tolerance)
+    if set(truth.moments) != set(engine.optimizer.rule.parts):
+        raise ValueError(f"{list(engine.optimizer.rule.parts)} cannot be compared with {list(truth.moments)}")
+    return [*losses, *norms, *bad_cuts(engine, truth.weights), *unequal(engine, truth.parts, tolerance)]
+
+
+def scalars(kind: str, got: Sequence[float], want: Sequence[float], tolerance: float) -> Iterator[Finding]:
+    """The steps in which a number differs."""
+    for step, (mine, right) in enumerate(zip(got, want, strict=True), start=1):
+        if not abs(mine - right) <= tolerance * abs(right):
+            yield Finding(kind, f"{mine:.12g} in step {step}, {right:.12g} on one process", abs(mine - right))
+
+
+def unequal(engine: Engine, truth: Mapping[str, Mapping[str, Tensor]], tolerance: float) -> Iterator[Finding]:
+    """The boxes of weights and moments that this rank holds and that differ; `truth`: by part and global name."""
+    for record, values in read(engine.optimizer, records(engine.optimizer)):
+        whole = truth.get(record.part, {}).get(record.piece.name)
+        if whole is None or tuple(whole.shape) != record.piece.shape:
+            yield _finding(record, values, "one process has no such tensor of this shape", math.nan)
+            continue
+        gap = farthest(values, whole[slices((record.box.start, record.box.size))])
+        if not gap <= tolerance:
+            yield _finding(record, values, "differs", gap)
+
+
+def farthest(got: Tensor, want: Tensor) -> float:
+    """The largest difference of two tensors of one shape."""
+    return float((got.cpu() - want).abs().max()) if want.numel() else 0.0
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """A box as an index."""
+    return tuple(slice(a, a + n) for a, n in zip(*box, strict=True))
+
+
+def _finding(record: Record, values: Tensor, what: str, gap: float) -> Finding:
+    box = (record.box.start, record.box.size)
+    kept = values.detach().cpu().clone() if values.numel() <= KEPT else None
+    return Finding(record.part, what, gap, record.piece.name, box, kept)
+
+
+def bad_cuts(engine: Engine, weights: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """On rank 0: tensors of which elements are nobody's, or more than one rank's. Collective."""
+    everyone, mine = engine.topology.axis("world"), records(engine.optimizer, (WEIGHT,))
+    boxes = [[r.piece.name, r.piece.shape, r.box.start, r.box.size] for r in mine if r.owned]
+    held: dict[str, Tensor] = {}
+    for name, shape, start, size in (box for boxes in collectives.exchange(boxes, everyone) for box in boxes):
+        if everyone.index == 0:
+            held.setdefault(name, torch.zeros(shape, dtype=torch.int16))[slices((start, size))] += 1
+    for name in (weights.keys() | held.keys()) if everyone.index == 0 else ():
+        count = held.get(name)
+        if count is None:
+            yield Finding("cut", "no rank holds it", parameter=name)
+        elif (most := int(count.max())) > 1:
+            yield Finding("cut", f"{most} ranks hold the same elements, and not as copies", parameter=name)
+        elif missing := int((count == 0).sum()):
+            yield Finding("cut", f"{missing} of its elements are no rank's", parameter=name)

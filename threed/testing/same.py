@@ -1,0 +1,309 @@
+"""Is a model the same in every topology? `same_everywhere(build, batch)` trains it in each, and says.
+
+One process trains a few steps: the truth, which must not depend on torch's random numbers. Then every topology trains
+on forked gloo ranks, from the same weights on the same batches, and every rank compares what it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from threed.config import Config, ConfigError, resolve
+from threed.engine import Engine, StepMetrics
+from threed.layers import Slicing
+from threed.sharding import ModelError
+from threed.testing import diagnose
+from threed.testing.compare import Finding, Results, differences, results_of
+from threed.testing.diagnose import Layers, Seen
+from threed.testing.ranks import RanksFailed, run_ranks
+from threed.testing.topologies import DEFAULT, configured, ranks_of, words
+from threed.testing.watch import Key, Watch, label
+from threed.topology import Topology
+
+Build = Callable[..., Any]
+BatchOf = Callable[[Config, int], Mapping[str, Tensor]]
+ALONE = "one process"
+VOCAB = 53  # no number of tensor ranks divides it
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "model": {"layers": 4, "hidden": 32, "heads": 4, "seq": 16, "vocab": VOCAB},
+    "train": {"steps": 3, "global_batch": 8, "micro_batch": 2, "grad_clip": 0.0},
+    "optim": {"lr": 3e-3, "warmup": 0},
+    "zero": {"resident": 0},  # slice everything: models as small as these would stay whole
+    "precision": {"dtype": "fp64"},
+}
+# fp64: the order of sums is all that may differ. fp32: the same, relative to 1e-7 of rounding and a few Adam steps.
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A topology that this model does not fit, by its own word."""
+
+    topology: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What is not the same in a topology, and the likely cause; layer and parameter where they are known."""
+
+    topology: str
+    layer: str | None
+    parameter: str | None
+    what: str
+    largest: float | None
+
+
+@dataclass
+class Report:
+    """What was compared, what could not be, and what differs."""
+
+    topologies: list[str] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        """Whether some topology was compared, and none differs."""
+        return bool(self.topologies) and not self.differences
+
+    @property
+    def exit_code(self) -> int:
+        """0: same. 1: something differs. 2: nothing could be compared."""
+        return 1 if self.differences else 0 if self.topologies else 2
+
+    def json(self) -> str:
+        """The report as JSON."""
+        return json.dumps({"same": self.same, **asdict(self)}, indent=2)
+
+    def __str__(self) -> str:
+        lines = [f"not compared   {r.topology}: {r.why}" for r in self.refused]
+        for d in self.differences:
+            where = " ".join(filter(None, (d.layer, d.parameter and f"({d.parameter})")))
+            size = "" if d.largest is None else f" [largest difference {d.largest:.3g}]"
+            lines.append(f"differs        {d.topology}: {where + ': ' if where else ''}{d.what}{size}")
+        verdict = ("same", "differs", "nothing could be compared")[self.exit_code]
+        wrong = {d.topology for d in self.differences}
+        equal = [name for name in self.topologies if name not in wrong]
+        return "\n".join([*lines, *([f"equal          {', '.join(equal)}"] if equal else []), verdict])
+
+
+class _Broken(Exception):
+    """A training that ended early; `report` goes to the parent."""
+
+    def __init__(self, phase: str, layer: str, error: Exception, layers: Layers) -> None:
+        super().__init__(f"{phase} {layer}: {error}")
+        text = f"{type(error).__name__}: {error}{_place(error)}"
+        kind = "model" if isinstance(error, ModelError) else "value" if isinstance(error, ValueError) else "other"
+        about = {"phase": phase, "layer": layer, "kind": kind, "text": text, "message": str(error), "layers": layers}
+        self.report = about
+
+
+def _place(error: Exception) -> str:
+    """Where in a user's file an error arose."""
+    own = Path(__file__).parents[1]
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if own not in Path(f.filename).parents and "site-packages" not in f.filename]
+    return f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What every rank is given."""
+
+    build: Build
+    batch: BatchOf
+    config: Config
+    folder: str
+    tolerance: float
+
+    @property
+    def file(self) -> str:
+        return f"{self.folder}/truth.pt"
+
+
+def same_everywhere(
+    build: Build, batch: BatchOf | None = None, topologies: Sequence[str] = DEFAULT, *, config: Config | None = None,
+    tolerance: float | None = None, timeout: float = 120.0,
+) -> Report:  # fmt: skip
+    """Trains a model in each topology on forked gloo ranks, and compares losses, gradient norms, weights and moments,
+    elementwise, with one process.
+
+    build(config, slicing): gives the model of a `threed.config.ModelConfig` and a `Slicing`, such as a model class; or
+    an `nn.Module`, which data parallelism and ZeRO alone can train. batch(config, step): the global batch of a step,
+    tensors of `config.train.global_batch` rows; by default random tokens, of whose labels some are not counted,
+    unevenly. Both must be importable: of a module's top level, for ranks are other processes. topologies: words, see
+    `threed.testing.topologies`. config: small sizes, `train.steps` steps in fp64, by default. tolerance: 1e-9 in fp64,
+    where the order of sums is all that differs; 1e-5 in fp32. timeout: seconds for one topology.
+
+    Raises ValueError for topologies that are none, and for what cannot be passed to ranks.
+    """
+    said = {name: words(name) for name in topologies}
+    config = config or Config.model_validate(DEFAULTS)
+    _check(build, batch, config)
+    report = Report()
+    with tempfile.TemporaryDirectory() as folder:
+        task = _Task(build, batch or random_tokens, config, folder, tolerance or TOLERANCES[config.precision.dtype])
+        try:
+            (found,) = run_ranks(1, _find_truth, task, timeout=timeout)
+        except RanksFailed as error:
+            _explain_failure(report, ALONE, error, timeout)
+            return report
+        truth = torch.load(task.file, mmap=True)
+        report.differences += [Difference(ALONE, *about) for about in diagnose.repeated(found, truth["layers"])]
+        for name in said if not report.differences else ():
+            _compare(report, name, said[name], task, truth, timeout)
+    return report
+
+
+def _compare(
+    report: Report, name: str, said: dict[str, int], task: _Task, truth: Mapping[str, Any], timeout: float
+) -> None:
+    """Trains in one topology, and adds what there is to say to the report."""
+    try:
+        ranks = run_ranks(ranks_of(said), _train_and_compare, task, said, timeout=timeout)
+    except RanksFailed as error:
+        _explain_failure(report, name, error, timeout)
+        return
+    report.topologies.append(name)
+    judge = diagnose.Judge(truth, said.get("tp", 1), said)
+    report.differences += [Difference(name, *about) for about in judge.explain(ranks)]
+
+
+def _explain_failure(report: Report, name: str, error: RanksFailed, timeout: float) -> None:
+    """A training that ended early: a topology that this model does not fit, or a fault of the model."""
+    broken = diagnose.report_of(error)
+    if broken is None:
+        layer, what = diagnose.silence(error, timeout)
+        report.differences.append(Difference(name, layer, None, what, None))
+        return
+    lines = broken["message"].splitlines() or [broken["text"]]
+    if broken["kind"] == "model":
+        found = [(*diagnose.named(line, broken["layers"]), line, None) for line in lines]
+        report.differences += [Difference(name, *about) for about in found]
+    elif broken["phase"] != "step" and (broken["kind"] == "value" or name == ALONE):
+        report.refused.append(Refused(name, lines[0] if broken["kind"] == "value" else broken["text"]))
+    else:
+        hint = "; change a copy: x = x * 2, not x.mul_(2)" if "in-place" in broken["message"] else ""
+        what = f"ends with {broken['text']}{hint}"
+        report.differences.append(Difference(name, broken["layer"] or None, None, what, None))
+
+
+def _check(build: Build, batch: BatchOf | None, config: Config) -> None:
+    p = config.parallel
+    if (p.tp, p.pp, p.cp, p.ep) != (1, 1, 1, 1) or p.dp or p.sequence:
+        raise ConfigError(["--parallel.tp, pp, dp and sequence: the topologies say them; use --topologies tp2,pp2"])
+    if config.precision.dtype not in TOLERANCES:
+        raise ConfigError([f"--precision.dtype {config.precision.dtype}: rounding hides what differs; use fp64"])
+    try:
+        pickle.dumps((build, batch))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"build and batch go to other processes: define them at a module's top level ({error})"
+        ) from None
+
+
+def random_tokens(config: Config, step: int) -> dict[str, Tensor]:
+    """A global batch of random tokens; up to a fifth of the labels is not counted, unevenly over the rows."""
+    rows, seq = config.train.global_batch, config.model.seq
+    draw = torch.Generator().manual_seed(1000 * rows + step)
+    ids = torch.randint(0, config.model.vocab or VOCAB, (rows, seq + 1), generator=draw)
+    ignored = torch.rand(rows, seq, generator=draw) < torch.linspace(0, 0.2, rows).view(-1, 1)
+    return {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].masked_fill(ignored, -100)}
+
+
+def share(batch: Mapping[str, Tensor], topology: Topology) -> dict[str, Tensor]:
+    """This data rank's rows of a global batch."""
+    return {key: value.chunk(topology.dp)[topology.axis("dp").index] for key, value in batch.items()}
+
+
+# ------------------------------------------------------------------------------------------------------- on the ranks
+
+
+def _train(
+    task: _Task, said: dict[str, int], seed: int, after_first: Callable[..., Any], after_last: Callable[..., Any],
+    seen: Mapping[Key, Tensor],
+) -> tuple[Any, Watch, Any, Layers]:  # fmt: skip
+    """Trains in this world: what `after_first` and `after_last` say of engine and metrics, and what passed between
+    layers; `seen`: what does on one process."""
+    os.dup2(2, 1)  # what a model prints is not the report
+    phase, at, layers = "build", lambda: "", list[tuple[str, list[str]]]()
+    try:
+        config = resolve(configured(task.config, said), VOCAB, ranks_of(said))
+        topology = Topology(pp=config.parallel.pp, tp=config.parallel.tp)
+        slicing = Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
+        _seed(config.train.seed)
+        model = task.build(config.model, slicing)
+        layers += _layers(model)
+        engine = Engine(model, topology, config)
+        watch = Watch(engine, seen)
+        _seed(seed)
+        phase, at = "batch", lambda: watch.at
+        batches = [share(task.batch(config, step), topology) for step in range(config.train.steps)]
+        phase = "step"
+        metrics = [engine.step(batches[0])]
+        watch.stop()
+        first = after_first(engine, metrics)
+        metrics += [engine.step(batch) for batch in batches[1:]]
+        return first, watch, after_last(engine, metrics), layers
+    except Exception as error:
+        raise _Broken(phase, at(), error, layers) from error
+
+
+def _seed(seed: int) -> None:
+    """Seeds the generators that a user's code may draw from: a module's initial values are the same, what it draws in
+    its forward is not."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _layers(model: Any) -> Layers:
+    """The layers of a model, and the global names in each; a module is one layer, named by the engine."""
+    if isinstance(model, nn.Module) and not hasattr(model, "slicing"):
+        return [("module", [name for name, _ in model.named_parameters()])]
+    return [
+        (
+            label(layer, number),
+            [piece.name for p in layer.parameters() if hasattr(p, "spec") for piece in p.spec.pieces],
+        )
+        for number, layer in enumerate(model.layers())
+    ]
+
+
+def _find_truth(task: _Task) -> Seen:
+    """On one process: writes what training gives, and finds where one with other random numbers differs."""
+    first, watch, last, layers = _train(task, {}, 0, results_of, results_of, {})
+    truth = {"first": vars(first), "last": vars(last), "seen": watch.seen, "layers": layers}
+    torch.save(truth, task.file)
+    return _train_and_compare(task, {})
+
+
+def _train_and_compare(task: _Task, said: dict[str, int]) -> Seen:
+    """On every rank: trains, and says what differs from the truth."""
+    truth = torch.load(task.file, mmap=True)
+    first, last = Results(**truth["first"]), Results(**truth["last"])
+
+    def after_first(engine: Engine, metrics: list[StepMetrics]) -> list[Finding]:
+        return differences(engine, metrics, first, task.tolerance)
+
+    def after_last(engine: Engine, metrics: list[StepMetrics]) -> list[Finding]:
+        return differences(engine, metrics, last, task.tolerance)
+
+    rank = int(os.environ["RANK"])
+    found, watch, found_last, _ = _train(task, said, 1 + rank, after_first, after_last, truth["seen"])
+    between = diagnose.boundaries(watch.seen, truth["seen"], watch.tensor, task.tolerance)
+    return Seen(found, list(between) if found else [], found_last)

@@ -1,0 +1,98 @@
+"""What passes between a model's layers in one step: the output of each, and the gradient of its input.
+
+    watch = Watch(engine)
+    engine.step(batch)
+    watch.seen        # (kind, number of the layer, samples, which tensor) -> values
+
+Boundaries say where a difference begins; whether there is one, losses and parameters say.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from threed import collectives
+from threed.engine import Engine
+from threed.testing.ranks import note
+
+OUTPUT, INPUT_GRADIENT = "output", "gradient of the input"
+Key = tuple[str, int, tuple[int, ...], int]
+
+
+class Watch:
+    """Sees this rank's layers run, until `stop`; also notes for the parent which one runs.
+
+    truth: what another watch saw; an output whose shape is not that, nor a part of it, is an error at once.
+    """
+
+    def __init__(self, engine: Engine, truth: Mapping[Key, Tensor]) -> None:
+        self.truth = truth
+        self.names = [label(layer, number) for number, layer in enumerate(engine.model.layers())]
+        self.seen: dict[Key, Tensor] = {}
+        self.tensor = engine.topology.axis("tp")
+        self.at = ""  # the layer that runs
+        self._recording = True
+        self._serial = itertools.count(1)
+        for number, layer in zip(engine.ranges[engine.stage_index], engine.executor.stages[0].layers, strict=True):
+            self._follow(number, layer)
+
+    def stop(self) -> None:
+        """Keeps no more values."""
+        self._recording = False
+
+    def _follow(self, number: int, layer: nn.Module) -> None:
+        def before(layer: nn.Module, args: tuple[Any, ...]) -> None:
+            self._note("forward", number)
+            for key, x in self._keys(INPUT_GRADIENT, number, args[0], args[1]):
+                if x.requires_grad:
+                    x.register_hook(self._keeper(key))
+
+        def after(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            for key, y in self._keys(OUTPUT, number, output, args[1]):
+                self._check_shape(y, self.truth.get(key, y))
+                self._keeper(key)(y)
+                if y.requires_grad and not y.is_leaf:
+                    y.register_hook(lambda dy: self._note("backward", number))
+
+        layer.register_forward_pre_hook(before)
+        layer.register_forward_hook(after)
+
+    def _note(self, what: str, number: int) -> None:
+        if self._recording:  # tensor ranks that do not call the same collectives do not get beyond the layer
+            collectives.all_gather(torch.zeros(1), self.tensor)
+        self.at = self.names[number]
+        note(f"call {next(self._serial)}, the {what} of {self.at}")
+
+    def _check_shape(self, got: Tensor, want: Tensor) -> None:
+        parts = self.tensor.size
+        cut = [
+            mine == whole or abs(mine * parts - whole) < parts
+            for mine, whole in zip(got.shape, want.shape, strict=False)
+        ]
+        if got.dim() != want.dim() or not all(cut):
+            raise RuntimeError(f"its output has shape {list(got.shape)}, on one process {list(want.shape)}")
+
+    def _keys(self, kind: str, number: int, value: Any, micro: Any) -> Iterator[tuple[Key, Tensor]]:
+        """The tensors in a value, and what each is kept by; none while nothing is kept."""
+        samples = getattr(micro, "samples", None)
+        if self._recording and samples is not None:
+            for index, tensor in enumerate(tree_leaves(value)):
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    yield (kind, number, tuple(samples.tolist()), index), tensor
+
+    def _keeper(self, key: Key) -> Any:
+        def keep(values: Tensor) -> None:
+            self.seen.setdefault(key, values.detach().to("cpu", copy=True))  # recompute runs a layer again
+
+        return keep
+
+
+def label(layer: nn.Module, number: int) -> str:
+    """A layer as reports name it."""
+    return str(getattr(layer, "name", "")) or f"layer {number} ({type(layer).__name__})"
