@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from tests.mutations import Mutant, apply, find, instrument  # noqa: E402
+from tests.mutations import Mutant, apply, find, instrument, means_something_else  # noqa: E402
 
 AREAS = {
     "engine": ["engine.py", "batches.py", "sampling.py"],
@@ -242,7 +242,8 @@ def draw_of(area: str, paths: list[str], seed: int, count: int) -> list[Mutant]:
     """Changes of an area's files, of each kind in turn, at most one a statement. The place of a change in the draw
     depends on itself alone, so that edits elsewhere leave it there."""
     kinds: dict[str, list[Mutant]] = {}
-    for mutant in itertools.chain(*(find(path, (ROOT / path).read_text()) for path in paths)):
+    texts = {path: (ROOT / path).read_text() for path in paths}
+    for mutant in itertools.chain(*itertools.starmap(find, texts.items())):
         kinds.setdefault(mutant.operator, []).append(mutant)
 
     def place(name: str) -> str:
@@ -251,7 +252,7 @@ def draw_of(area: str, paths: list[str], seed: int, count: int) -> list[Mutant]:
     turns = [sorted(kinds[kind], key=lambda mutant: place(mutant.key)) for kind in sorted(kinds, key=place)]
     taken: dict[str, Mutant] = {}
     for mutant in itertools.chain(*itertools.zip_longest(*turns)):
-        if mutant is not None and len(taken) < count:
+        if len(taken) < count and mutant is not None and means_something_else(texts[mutant.path], mutant):
             taken.setdefault(mutant.statement if mutant.function else mutant.key, mutant)
     return list(taken.values())
 
@@ -417,13 +418,13 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="only print the changes")
     options = parser.parse_args()
     folder = options.folder.resolve()
-    mutants = draw(options.seed, options.count)
     if options.list:
-        print(*mutants, sep="\n")
+        print(*draw(options.seed, options.count), sep="\n")
         return
     make_map(folder, options.jobs)
     if options.map:
         return
+    mutants = draw(options.seed, options.count)
     covering = Covering()
     for test in sorted((ROOT / "tests").glob("test_*.py")):
         if known := read_map(folder, test):
