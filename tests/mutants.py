@@ -244,7 +244,7 @@ def draw_of(area: str, paths: list[str], seed: int, count: int) -> list[Mutant]:
     kinds: dict[str, list[Mutant]] = {}
     texts = {path: (ROOT / path).read_text() for path in paths}
     for mutant in itertools.chain(*itertools.starmap(find, texts.items())):
-        kinds.setdefault(mutant.operator, []).append(mutant)
+        kinds.setdefault(mutant.kind, []).append(mutant)
 
     def place(name: str) -> str:
         return hashlib.sha256(f"{seed}|{area}|{name}".encode()).hexdigest()
@@ -387,7 +387,7 @@ def report(mutants: list[Mutant], known: dict[str, dict[str, Any]]) -> float:
     told: dict[str, list[str]] = {"equivalent": [], "survived": []}
     for mutant in mutants:
         status = known[mutant.key]["status"]
-        note = notes.get((mutant.path, mutant.function, mutant.operator, mutant.before, mutant.after))
+        note = notes.get((mutant.path, mutant.function, mutant.operator, mutant.before, mutant.short))
         if status == "survived":
             status = "equivalent" if note and note["equivalent"] else status
             told[status].append(

@@ -55,7 +55,17 @@ class Mutant:
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line} {self.function} [{self.operator}] {self.before} → {self.after}"
+        return f"{self.path}:{self.line} {self.function} [{self.operator}] {self.before} → {self.short}"
+
+    @property
+    def kind(self) -> str:
+        """The operator, whatever keyword it dropped."""
+        return "drop keyword" if self.operator.startswith("drop keyword") else self.operator
+
+    @property
+    def short(self) -> str:
+        """The beginning of what comes in."""
+        return self.after[:80]
 
 
 def apply(text: str, mutant: Mutant) -> str:
@@ -224,7 +234,7 @@ class _Finder:
         before = " ".join(self.raw[start:end].decode().split())
         self.found.append(
             Mutant(
-                self.path, node.lineno, self.function, self.statement, operator, before[:160], after, start, end,
+                self.path, node.lineno, self.function, self.statement, operator, before[:80], after, start, end,
                 self.source,
             )
         )  # fmt: skip
@@ -310,4 +320,4 @@ def _of_call(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
     for keyword in node.keywords:
         if keyword.arg is not None and keyword.arg not in ON_DEVICES:
             left = [other for other in node.keywords if other is not keyword]
-            yield "drop keyword", ast.Call(node.func, node.args, left)
+            yield f"drop keyword {keyword.arg}", ast.Call(node.func, node.args, left)
