@@ -1,5 +1,6 @@
 # make train   set up, then train a small GPT on 4 ranks: 2 tensor-parallel x 2 pipeline    (ARGS="--train.steps 50" for more flags)
-# make test    set up, then run the tests                                                   (ARGS="-k layers")
+# make test    set up, then run the tests: TEST_JOBS files at a time, then those that need the machine alone (ARGS="-k layers")
+# make test-fast   the same without the slow ones: about two minutes
 # make check   set up, then check format, lint and types
 # make bench   set up, then run the benchmarks
 # make clean   remove the virtual environment and what tools left behind; runs/ stays
@@ -23,13 +24,23 @@ TORCH_HOME := import pathlib, torch; print(pathlib.Path(torch.__file__).resolve(
 SITE       := import sysconfig; print(sysconfig.get_path("purelib"))
 TORCHRUN   := import sys; from torch.distributed.run import main; sys.exit(main())
 
-.PHONY: train test check bench clean setup
+# Files stay together, for what their tests share, and begin in the order of tests/conftest.py: the longest first.
+TEST_JOBS ?= 2
+PARALLEL  := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+# pytest's status where a selection leaves a phase without tests
+OR_NONE   := || [ $$? -eq 5 ]
+
+.PHONY: train test test-fast check bench clean setup
 
 train: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc-per-node 4 pretrain/gpt.py --preset tiny --parallel.tp 2 --parallel.pp 2 $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not grid and not alone" $(ARGS) $(OR_NONE)
+	$(BIN)/python -m pytest -m "alone and not grid" $(ARGS) $(OR_NONE)
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not grid and not alone and not slow" $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/python -m ruff format --check .

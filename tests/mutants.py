@@ -1,0 +1,437 @@
+"""Do the tests notice? Makes small changes of meaning and runs the tests that cover each. By hand, not by pytest.
+
+    python tests/mutants.py --map --folder DIR                  # once: which test runs which statement (minutes)
+    python tests/mutants.py --seed 0 --count 80 --jobs 2 --folder DIR      # then: the changes (within an hour)
+
+The changes are generated (`tests/mutations.py`) and drawn by the seed: as many of each area, and within it each kind of
+change in turn, one a statement. A change runs the tests that cover its statement, likeliest first, until one fails
+('killed') or stops answering ('timeout'); first a minute of them, then, if all pass, the others. Both commands go on
+where they were stopped: the folder keeps what is known, keyed by the change and the source of its function. `--retry`
+runs survivors again. Survivors that were looked at are listed with the reason in `tests/mutants.toml`, those of
+equal meaning apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import hashlib
+import itertools
+import json
+import mmap
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from tests.mutations import Mutant, apply, find, instrument, means_something_else  # noqa: E402
+
+AREAS = {
+    "engine": ["engine.py", "batches.py", "sampling.py"],
+    "trainer": ["trainer.py", "forecast.py"],
+    "zero": ["zero/*.py"],
+    "pipeline": ["pipeline/*.py"],
+    "layers": ["layers/*.py"],
+    "checkpoint": ["checkpoint/*.py"],
+    "planner": ["planner/*.py"],
+}
+MARKED = "not grid and not gpu and not alone"  # `alone`: measures what others beside it disturb
+FIRST, ALL = 60.0, 400.0  # seconds of tests, as the map measured them, before and after a change survived the first
+HITS = "THREED_HITS"
+RECORDER = '''"""Marks of `tests/mutants.py`: one byte a statement, in a file that all processes of a test share."""
+import mmap, os
+with open(os.environ["THREED_HITS"], "r+b") as file:
+    hits = mmap.mmap(file.fileno(), 0)
+'''
+
+
+# The map: which test runs which statement.
+
+
+def pytest_configure(config: Any) -> None:
+    """With `-p tests.mutants` and a file of marks, pytest records what each test ran."""
+    if HITS in os.environ:
+        config.pluginmanager.register(_Recorder(Path(os.environ[HITS])))
+
+
+class _Recorder:
+    """A line of JSON for every test: its name, seconds, whether it passed, and the numbers of the marks it left."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            self.hits = mmap.mmap(file.fileno(), 0)
+        self.out = path.with_suffix(".jsonl").open("a")
+        self.passed = True
+
+    def pytest_runtest_logstart(self) -> None:
+        self.hits[:] = bytes(len(self.hits))
+        self.start, self.passed = time.monotonic(), True
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.passed &= report.passed
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        marks = [number for number, hit in enumerate(bytes(self.hits)) if hit]
+        record = {"test": nodeid, "seconds": time.monotonic() - self.start, "passed": self.passed, "marks": marks}
+        self.out.write(json.dumps(record) + "\n")
+        self.out.flush()
+
+
+def sources() -> dict[str, list[str]]:
+    """The files of each area, from the root."""
+    package = ROOT / "threed"
+    return {
+        area: [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(package.glob(pattern))]
+        for area, patterns in AREAS.items()
+    }
+
+
+def copy_tree(to: Path) -> None:
+    """A fresh copy of what git knows or would add, compiled; its byte code is checked by hash, not by time."""
+    shutil.rmtree(to, ignore_errors=True)
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.check_output(listed, cwd=ROOT, text=True).splitlines():
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+
+
+def compile_tree(tree: Path) -> None:
+    """Byte code that is checked by hash, not by time: files here change within a second and back."""
+    command = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "threed", "tests"]
+    subprocess.run(command, cwd=tree, check=True)
+
+
+def mark_tree(tree: Path) -> list[str]:
+    """A copy of the tree with marks in it; the names of the marked statements."""
+    copy_tree(tree)
+    names: list[str] = []
+    for path in itertools.chain(*sources().values()):
+        text, more = instrument(path, (tree / path).read_text(), len(names))
+        (tree / path).write_text(text)
+        names += more
+    (tree / "threed" / "_hits.py").write_text(RECORDER)
+    compile_tree(tree)
+    return names
+
+
+def map_file(folder: Path, tree: Path, names: list[str], test: Path, slot: int) -> str:
+    """Runs a test file with marks and writes down which test ran which statement; what to tell."""
+    hits = folder / f"hits{slot}"
+    hits.write_bytes(bytes(len(names)))
+    hits.with_suffix(".jsonl").write_text("")
+    name = str(test.relative_to(ROOT))
+    command = ["-p", "tests.mutants", "-m", MARKED, "--timeout", "1500", name]
+    status, seconds, output = run_pytest(tree, command, 3000, {HITS: str(hits)})
+    if status not in (0, 1, 5):
+        return f"{name}: {output}"
+    records = [json.loads(line) for line in hits.with_suffix(".jsonl").read_text().splitlines()]
+    statements = collections.defaultdict(list)
+    for index, record in enumerate(records):
+        for mark in record.pop("marks"):
+            statements[names[mark]].append(index)
+    known = {"hash": hash_of(test), "tests": records, "statements": statements}
+    _write(map_path(folder, test), json.dumps(known))
+    failed = [record["test"] for record in records if not record["passed"]]
+    return f"{name}: {len(records)} tests, {seconds:.0f} s" + (f"; did not pass: {failed}" if failed else "")
+
+
+def make_map(folder: Path, jobs: int) -> None:
+    """Maps every test file that changed since it was last mapped."""
+    tests = sorted((ROOT / "tests").glob("test_*.py"), key=lambda path: path.stat().st_size)
+    missing = [test for test in tests if read_map(folder, test) is None]
+    if not missing:
+        return
+    names = mark_tree(folder / "marked")
+    slots: queue.Queue[int] = queue.Queue()
+    for slot in range(jobs):
+        slots.put(slot)
+
+    def one(test: Path) -> str:
+        slot = slots.get()
+        try:
+            return map_file(folder, folder / "marked", names, test, slot)
+        finally:
+            slots.put(slot)
+
+    print(f"the map: {len(missing)} of {len(tests)} test files, {len(names)} statements", flush=True)
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(one, test) for test in missing]
+        for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
+            print(f"  {done}/{len(missing)} {future.result()}", flush=True)
+
+
+def map_path(folder: Path, test: Path) -> Path:
+    return folder / "map" / f"{test.stem}.json"
+
+
+def read_map(folder: Path, test: Path) -> dict[str, Any] | None:
+    """What a test file runs; None when it is not known, or was of another text."""
+    path = map_path(folder, test)
+    known = json.loads(path.read_text()) if path.is_file() else None
+    return known if known and known["hash"] == hash_of(test) else None
+
+
+def hash_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".tmp").write_text(text)
+    path.with_suffix(".tmp").replace(path)
+
+
+# Running tests.
+
+
+def run_pytest(tree: Path, arguments: list[str], limit: float, more: dict[str, str]) -> tuple[int | None, float, str]:
+    """Runs pytest in a copy of the tree, ends all its processes; its exit status (None past the limit), seconds, and
+    the end of what it printed."""
+    with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as temporary:
+        settings = {
+            **os.environ, "PYTHONPATH": str(tree), "TMPDIR": temporary, "PYTHONDONTWRITEBYTECODE": "1", "CI": "1",
+            "OMP_NUM_THREADS": "1", **more,
+        }  # fmt: skip
+        quiet = ["-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        start = time.monotonic()
+        with open(f"{temporary}/output", "w+") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", *quiet, *arguments], cwd=tree, env=settings, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            try:
+                status: int | None = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            output.seek(0)
+            return status, time.monotonic() - start, output.read()[-4000:]
+
+
+# The changes: drawing them, choosing their tests, running these.
+
+
+def draw(seed: int, count: int) -> list[Mutant]:
+    """As many changes of each area."""
+    areas = sources()
+    shares = [count // len(areas) + (number < count % len(areas)) for number in range(len(areas))]
+    return [
+        m for (area, paths), share in zip(areas.items(), shares, strict=True) for m in draw_of(area, paths, seed, share)
+    ]
+
+
+def draw_of(area: str, paths: list[str], seed: int, count: int) -> list[Mutant]:
+    """Changes of an area's files, of each kind in turn, at most one a statement. The place of a change in the draw
+    depends on itself alone, so that edits elsewhere leave it there."""
+    kinds: dict[str, list[Mutant]] = {}
+    texts = {path: (ROOT / path).read_text() for path in paths}
+    for mutant in itertools.chain(*itertools.starmap(find, texts.items())):
+        kinds.setdefault(mutant.kind, []).append(mutant)
+
+    def place(name: str) -> str:
+        return hashlib.sha256(f"{seed}|{area}|{name}".encode()).hexdigest()
+
+    turns = [sorted(kinds[kind], key=lambda mutant: place(mutant.key)) for kind in sorted(kinds, key=place)]
+    taken: dict[str, Mutant] = {}
+    for mutant in itertools.chain(*itertools.zip_longest(*turns)):
+        if len(taken) < count and mutant is not None and means_something_else(texts[mutant.path], mutant):
+            taken.setdefault(mutant.statement if mutant.function else mutant.key, mutant)
+    return list(taken.values())
+
+
+@dataclass
+class Covering:
+    """The tests that run each statement, of the maps of all test files."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    statements: dict[str, set[str]] = field(default_factory=lambda: collections.defaultdict(set))
+    functions: dict[str, set[str]] = field(default_factory=lambda: collections.defaultdict(set))
+
+    def add(self, known: dict[str, Any]) -> None:
+        """A test file's map; tests that failed with the marks in place are left out."""
+        names = [record["test"] if record["passed"] else None for record in known["tests"]]
+        self.seconds |= {record["test"]: record["seconds"] for record in known["tests"] if record["passed"]}
+        for statement, indices in known["statements"].items():
+            tests = {name for index in indices if (name := names[index])}
+            self.statements[statement] |= tests
+            path, function, _ = statement.split("::")
+            self.functions[f"{path}::{function}"] |= tests
+            self.functions[f"{path}::"] |= tests
+
+    def tests(self, mutant: Mutant) -> list[str]:
+        """The tests that cover a change, likeliest and quickest first; of its function, or module, where the statement
+        is not one that the map knows."""
+        function = mutant.statement.rpartition("::")[0]
+        found = self.statements.get(mutant.statement) or self.functions.get(function, set())
+        words = {word for word in mutant.path.removesuffix(".py").split("/") if word not in ("threed", "__init__")}
+        files: dict[str, list[str]] = {}
+        for test in sorted(found, key=self.seconds.__getitem__):
+            files.setdefault(test.partition("::")[0], []).append(test)
+
+        def cost(file: str, place: int) -> float:
+            named = sum(word in file for word in words)
+            return (self.seconds[files[file][place]] + 0.3) * (1 + place / 4) * (4, 2, 1)[min(named, 2)]
+
+        order = [(cost(file, place), test) for file in files for place, test in enumerate(files[file])]
+        return [test for _, test in sorted(order)]
+
+
+def by_files(tests: list[str]) -> list[str]:
+    """The same tests, each file's together, where its first stands: a file's fixtures are made once."""
+    files: dict[str, list[str]] = {}
+    for test in tests:
+        files.setdefault(test.partition("::")[0], []).append(test)
+    return list(itertools.chain(*files.values()))
+
+
+def try_tests(tree: Path, tests: list[str], seconds: dict[str, float]) -> tuple[str, str]:
+    """'survived', 'killed' or 'timeout', and by what."""
+    if not tests:
+        return "survived", ""
+    each, together = max(seconds[test] for test in tests), sum(seconds[test] for test in tests)
+    limits = ["--timeout", f"{60 + 5 * each:.0f}", "-o", "timeout_func_only=false"]
+    status, _, output = run_pytest(tree, ["-x", "-m", MARKED, *limits, *by_files(tests)], 90 + 4 * together, {})
+    if status is None or "Timeout >" in output or "ranks still running" in output:
+        return "timeout", ""
+    lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return ("survived", "") if status == 0 else ("killed", lines[0][:300] if lines else f"exit status {status}")
+
+
+def judge(tree: Path, mutant: Mutant, covering: Covering) -> dict[str, Any]:
+    """What becomes of a change: first a minute of its tests, then others."""
+    start, used, tests = time.monotonic(), 0.0, covering.tests(mutant)
+    text = (ROOT / mutant.path).read_text()
+    (tree / mutant.path).write_text(apply(text, mutant))
+    rounds: list[list[str]] = [[], []]
+    for test in tests:
+        used += covering.seconds[test]
+        if used <= ALL or not rounds[0]:
+            rounds[used > FIRST and bool(rounds[0])].append(test)
+    try:
+        for part in rounds:
+            status, by = try_tests(tree, part, covering.seconds)
+            if status != "survived":
+                break
+    finally:
+        (tree / mutant.path).write_text(text)
+    if not tests:
+        status, by = "survived", "no test runs it"
+    ran = {"tests": len(tests), "ran": sum(map(len, rounds)), "seconds": round(time.monotonic() - start, 1)}
+    return {"key": mutant.key, "mutant": str(mutant), "status": status, "by": by, **ran}
+
+
+def run(mutants: list[Mutant], covering: Covering, folder: Path, jobs: int, retry: bool) -> dict[str, dict[str, Any]]:
+    """Judges the changes that are not known yet; all their results."""
+    path = folder / "results.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    known = {record["key"]: record for record in map(json.loads, lines)}
+    left = [m for m in mutants if m.key not in known or (retry and known[m.key]["status"] == "survived")]
+    print(f"{len(mutants)} changes, {len(mutants) - len(left)} known", flush=True)
+    trees: queue.Queue[Path] = queue.Queue()
+    for number in range(jobs if left else 0):
+        tree = folder / f"tree{number}"
+        copy_tree(tree)
+        compile_tree(tree)
+        trees.put(tree)
+
+    def one(mutant: Mutant) -> dict[str, Any]:
+        tree = trees.get()
+        try:
+            return judge(tree, mutant, covering)
+        finally:
+            trees.put(tree)
+
+    start = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool, path.open("a") as file:
+        futures = [pool.submit(one, mutant) for mutant in left]
+        for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
+            record = future.result()
+            known[record["key"]] = record
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            minutes = (time.monotonic() - start) / 60
+            print(f"{done}/{len(left)} {minutes:.1f} min: {record['status']} in {record['seconds']} s, ", end="")
+            print(f"{record['mutant']}; {record['by']}", flush=True)
+    return known
+
+
+def looked_at() -> dict[tuple[str, ...], dict[str, Any]]:
+    """Survivors with what a person found: by file, function, operator, before and after."""
+    path = ROOT / "tests" / "mutants.toml"
+    listed = tomllib.loads(path.read_text()).get("survivor", []) if path.is_file() else []
+    return {tuple(one[name] for name in ("path", "function", "operator", "before", "after")): one for one in listed}
+
+
+def report(mutants: list[Mutant], known: dict[str, dict[str, Any]]) -> float:
+    """Prints the table and the survivors; the share that died of those that mean something else."""
+    notes, rows = looked_at(), dict[str, collections.Counter[str]]()
+    areas = {path: area for area, paths in sources().items() for path in paths}
+    told: dict[str, list[str]] = {"equivalent": [], "survived": []}
+    for mutant in mutants:
+        status = known[mutant.key]["status"]
+        note = notes.get((mutant.path, mutant.function, mutant.operator, mutant.before, mutant.short))
+        if status == "survived":
+            status = "equivalent" if note and note["equivalent"] else status
+            told[status].append(
+                f"  {mutant}\n    {note['why'] if note else known[mutant.key]['by'] or 'not looked at'}"
+            )
+        rows.setdefault(areas[mutant.path], collections.Counter())[status] += 1
+    rows["all"] = sum(rows.values(), collections.Counter())
+    columns = ("killed", "timeout", "survived", "equivalent")
+    print("\n" + "area".ljust(12) + "".join(name.rjust(12) for name in columns))
+    for area, row in rows.items():
+        print(area.ljust(12) + "".join(str(row[name]).rjust(12) for name in columns))
+    for status, lines in told.items():
+        print(f"{status}: {len(lines)}", *lines, sep="\n")
+    total = rows["all"]
+    share = (total["killed"] + total["timeout"]) / max(1, sum(total.values()) - total["equivalent"])
+    print(f"{share:.1%} of those that mean something else died")
+    return share
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Do the tests notice small changes of meaning?")
+    parser.add_argument("--folder", type=Path, required=True, help="where the map, the copies and the results are kept")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=80)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--map", action="store_true", help="only find out which test runs which statement")
+    parser.add_argument("--retry", action="store_true", help="run survivors again")
+    parser.add_argument("--list", action="store_true", help="only print the changes")
+    options = parser.parse_args()
+    folder = options.folder.resolve()
+    if options.list:
+        print(*draw(options.seed, options.count), sep="\n")
+        return
+    make_map(folder, options.jobs)
+    if options.map:
+        return
+    mutants = draw(options.seed, options.count)
+    covering = Covering()
+    for test in sorted((ROOT / "tests").glob("test_*.py")):
+        if known := read_map(folder, test):
+            covering.add(known)
+    known = run(mutants, covering, folder, options.jobs, options.retry)
+    sys.exit(report(mutants, known) < 0.95)
+
+
+if __name__ == "__main__":
+    main()
