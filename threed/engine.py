@@ -218,7 +218,7 @@ class Engine:
         if self.wrapped is None:
             table.install((m for layer in mine for m in layer.modules()), self.layout, self.gatherer)
             return None
-        self.wrapped.initialised(self.topology.device)
+        self.wrapped.initialised(self.topology.device, self.dtype)
         w, ahead = self.wrapped, self.config.zero.prefetch
         return Hooks(w.module, w.units, self.layout, self.gatherer, self.reducer, ahead)
 
