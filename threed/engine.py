@@ -46,6 +46,7 @@ from threed.zero import learning_rate as learning_rates
 from threed.zero.gather import Gatherer
 from threed.zero.hooks import Hooks
 from threed.zero.optimizer import Optimizer
+from threed.zero.others import check_no_others, own_backward
 from threed.zero.reducer import Reducer
 
 PHASES = ("fwd_bwd_s", "dp_comm_s", "optim_s")
@@ -256,7 +257,8 @@ class Engine:
         micros = self._micro_batches(batch, training=True)
         self.begin(len(micros))
         plan = self._plan(self.config.parallel.schedule, len(micros))
-        losses = self.executor.run(plan, micros, self._boundary(batch))
+        with own_backward(self.reducer):
+            losses = self.executor.run(plan, micros, self._boundary(batch))
         self._backwards_s = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
         metrics = self.update(self._carry(losses), tokens)
@@ -281,9 +283,16 @@ class Engine:
         if not self._begun:
             raise RuntimeError("call Engine.begin(microbatches) first: gradients of the last step are in the way")
         began = time.perf_counter()
-        torch.autograd.backward((loss * (self.optimizer.scaler.scale * weight).to(loss.dtype),))
+        if self.config.precision.dtype == "fp16":
+            check_no_others(self.layout.slots)
+        with own_backward(self.reducer):
+            torch.autograd.backward((loss * (self.optimizer.scaler.scale * weight).to(loss.dtype),))
         self._pass_ended()
         self._backwards_s += time.perf_counter() - began
+
+    def zero_grad(self) -> None:
+        """Drops all gradients so far: of the step that is under way, and those that other engines' losses brought."""
+        self.reducer.drop()
 
     def update(self, loss: Tensor, tokens: int = 0) -> StepMetrics:
         """Ends an optimizer step: sums what is left of the gradients, and updates. Collective.

@@ -30,6 +30,7 @@ from threed.topology import Axis
 from threed.zero.gradients import ByBucket, Gradients, Whole
 from threed.zero.layout import Bucket, Layout, Slot
 from threed.zero.norm import squares
+from threed.zero.others import is_own, left
 
 
 @dataclass(eq=False)
@@ -91,7 +92,12 @@ class Sink:
         self._arrived()
 
     def take(self, param: Tensor) -> None:
-        """Autograd's hook: moves `param.grad` here."""
+        """Autograd's hook: moves `param.grad` here. In the backward of another engine it stays, and adds up, until it
+        is dropped, or the step ends."""
+        if self.reducer.dynamic and not is_own(self.reducer, self.slot):
+            if self.reducer.listener is not None:
+                self.reducer.listener(self.slot)
+            return
         if param.grad is not None:
             grad, param.grad = param.grad, None
             grad = grad.to_dense() if grad.is_sparse else grad
@@ -135,7 +141,8 @@ class Reducer:
     """Sums every bucket's gradients over the ranks that share it.
 
     begin(microbatches) before the first backward, `pass_ended` after each; finish() after the last gives each bucket's
-    slice of the sum. wire: the dtype gradients travel in, by default their own. dynamic: see above.
+    slice of the sum. wire: the dtype gradients travel in, by default their own. dynamic: see above; its backwards run
+    as its `own_backward`.
     """
 
     def __init__(self, layout: Layout, wire: torch.dtype | None = None, dynamic: bool = False) -> None:
@@ -156,6 +163,7 @@ class Reducer:
             for slot in slots:
                 self._buckets_of.setdefault(slot, []).append(number)
         self._passes = self._rounds_left = 1
+        self._ended = 0  # passes of this step
         self._missing: list[int] = []
         self._begun = 0  # buckets of this round that have left
         self._travelling: deque[Travelling] = deque()
@@ -172,6 +180,24 @@ class Reducer:
 
     def begin(self, microbatches: int) -> None:
         """Expects the gradients of a step; what is left of one that was given up is forgotten."""
+        self._passes, self._rounds_left = (1, microbatches) if self.rounds else (microbatches, 1)
+        self._ended = 0
+        self._begin_anew()
+
+    def drop(self) -> None:
+        """Forgets all gradients so far, as `zero_grad` does: what passes of this step, and other engines, brought."""
+        for sink in self.sinks:
+            sink.slot.param.grad = None
+        if not self._ended:
+            return
+        if not self.rounds:
+            while self._begun < len(self.layout.buckets):  # other ranks may have sent more, or less
+                self._start()
+            self._passes = max(1, self._passes - self._ended)
+        self._ended = 0
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         while self._travelling:
             self._land()
         while self._arriving:
@@ -179,7 +205,6 @@ class Reducer:
         self.memory.reset()
         self._aside.clear()
         self._squares.clear()
-        self._passes, self._rounds_left = (1, microbatches) if self.rounds else (microbatches, 1)
         self._first = True
         self._begin_round()
 
@@ -256,6 +281,7 @@ class Reducer:
 
     def pass_ended(self) -> None:
         """A micro-batch's backward is over; where that is a round, what is left of it leaves."""
+        self._ended += 1
         if self.rounds:
             self.flush()
             self._first = False
@@ -285,7 +311,9 @@ class Reducer:
         if any(group.sliced for group in self.layout.groups):
             self.memory.trim()  # gathered parameters are the next to need memory
         if self.dynamic:
+            self._keep_what_others_left()
             self._send_what_was_late()
+        self._ended = 0
         return self._sum_rest()
 
     def _sum_rest(self) -> list[Gradient]:
@@ -323,6 +351,11 @@ class Reducer:
         """Whether a contribution would come after its parameter was complete and may have left."""
         complete = sink.due <= 0 and sink.seen > 0
         return complete or any(number < self._begun for number in self._buckets_of.get(sink.slot, ()))
+
+    def _keep_what_others_left(self) -> None:
+        for slot in left(self._sinks):
+            grad, slot.param.grad = slot.param.grad, None
+            self.keep_aside(slot, grad.to_dense() if grad.is_sparse else grad)
 
     def keep_aside(self, slot: Slot, grad: Tensor) -> None:
         """Adds up what came too late in this step."""
