@@ -15,8 +15,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,7 @@ from threed.checks import find_refusals
 from threed.config import Config, ConfigError, resolve
 from threed.layers import MicroBatch
 from threed.models import Model, Wrapped
-from threed.models.wrapped import find_references
+from threed.models.wrapped import find_references, find_renormalised
 from threed.pipeline import build, checkpoints
 from threed.pipeline.executor import Boundary, Executor, Span
 from threed.pipeline.stage import Stage, Whole
@@ -43,7 +43,8 @@ from threed.sharding import Box, Piece, initial
 from threed.topology import Axis, Topology
 from threed.zero import layout, records, setup, table
 from threed.zero import learning_rate as learning_rates
-from threed.zero.gather import Gatherer
+from threed.zero.by_hand import Changes
+from threed.zero.gather import BY_HAND, Gatherer
 from threed.zero.hooks import Hooks
 from threed.zero.optimizer import Optimizer
 from threed.zero.others import check_no_others, own_backward
@@ -139,6 +140,7 @@ class Engine:
         self.config = config = resolve(config, 0, topology.world) if self.wrapped else config
         if self.wrapped is not None:
             checkpoints.enable(self.wrapped.module, config)
+        self.changes: Changes | None = None
         self.steps = self.consumed = 0
         self._begun = False
         self.dtype = dtype(config.precision.dtype)
@@ -191,6 +193,11 @@ class Engine:
         axes = {name for name in setup.shard_axes(config, topology) if name}
         topology.prepare(build.blocks(layers) | axes, tied.values())
         units = mine if self.wrapped is None else self.wrapped.units
+        if self.wrapped is not None and topology.dp > 1 and (renorm := find_renormalised(self.wrapped.module)):
+            fix = (
+                "each data rank would change the rows it sees only; normalise rows in the forward, or use one data rank"
+            )
+            raise ConfigError([f"{', '.join(renorm)}: an embedding with max_norm: {fix}"])
         if self.wrapped is not None and config.zero.stage == 3 and (beside := find_references(self.wrapped.module)):
             raise ConfigError(
                 [f"--zero.stage 3: {', '.join(beside)} refer to parameters that will be slices; use stage 2"]
@@ -220,6 +227,7 @@ class Engine:
             table.install((m for layer in mine for m in layer.modules()), self.layout, self.gatherer)
             return None
         self.wrapped.initialised(self.topology.device, self.dtype)
+        self.changes = Changes(self.layout, self.optimizer, self.gatherer)
         w, ahead = self.wrapped, self.config.zero.prefetch
         return Hooks(w.module, w.units, self.layout, self.gatherer, self.reducer, ahead)
 
@@ -301,7 +309,7 @@ class Engine:
         """
         times = [time.perf_counter()]
         self._begun = False
-        self.gatherer.release_all()
+        self._take_in()
         gradients = self.reducer.finish()
         times.append(time.perf_counter())
         update = self.optimizer.step(gradients, loss)
@@ -333,6 +341,27 @@ class Engine:
         outputs = self.executor.run(self._plan("forward-only", 1), [micro], boundary)
         self._forwards_ended()
         return outputs[0].transpose(0, 1) if outputs else None
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The wrapped module, whole between steps: to read parameters, or to change them, alike on all ranks, which
+        stays. Collective."""
+        module = self.module
+        self._take_in()
+        self.optimizer.settle()
+        for group in self.layout.groups:
+            if group.sliced:
+                self.gatherer.open(group, BY_HAND)
+        try:
+            yield module
+        finally:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Frees what is gathered; values that were changed by hand are kept."""
+        self._forwards_ended()
+        if self.changes is not None:
+            self.changes.take_in()
 
     def _forwards_ended(self) -> None:
         if self.hooks is not None:
@@ -369,21 +398,25 @@ class Engine:
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
         """Writes a checkpoint folder at `path`, whole or not at all; `extra` is kept in its manifest."""
+        self._take_in()
         state = {"steps": self.steps, "consumed": self.consumed, "extra": dict(extra or {})}
         return native.save(Path(path), self.optimizer, self.topology, self.config, state)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Takes weights, moments and counters from a checkpoint of any topology; gives back what was saved as extra."""
+        self._take_in()
         state = native.load(Path(path), self.optimizer, self.topology, self.config)
         self.steps, self.consumed = int(state["steps"]), int(state["consumed"])
         return dict(state["extra"])
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Global names -> full tensors (masters: at least fp32) on rank 0, an empty dict elsewhere. Collective."""
+        self._take_in()
         return native.collect(self.optimizer, self.topology)
 
     def load_full_state_dict(self, weights: Mapping[str, Tensor]) -> None:
         """Takes weights from full tensors by global name, which every rank must pass; moments stay as they are."""
+        self._take_in()
         mine = {r.piece.name: r.piece.shape for r in records.records(self.optimizer, (records.WEIGHT,))}
         everyone = collectives.exchange(sorted(mine), self.topology.axis("world"))
         names = {name for rank in everyone for name in rank}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -219,6 +220,10 @@ class DeepSpeedEngine:
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage."""
         return self.translation.config.zero.stage
+
+    def gathered(self) -> AbstractContextManager[nn.Module]:
+        """The module, whole between steps; see `threed.Engine.gathered`."""
+        return self.engine.gathered()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Names -> full weights (at least fp32) on rank 0, an empty dict elsewhere. Collective."""

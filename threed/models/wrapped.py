@@ -225,6 +225,12 @@ def find_references(module: nn.Module) -> list[str]:
     return found
 
 
+def find_renormalised(module: nn.Module) -> list[str]:
+    """Embeddings that change their own rows as they are used."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return [name for name, m in module.named_modules() if isinstance(m, kinds) and m.max_norm is not None]
+
+
 def stays_wide(owner: nn.Module, key: str) -> bool:
     """Whether a buffer keeps its dtype: `transformers` computes rotary angles in fp32, and casts them itself."""
     return "inv_freq" in key and type(owner).__module__.startswith("transformers.")
