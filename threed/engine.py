@@ -49,6 +49,7 @@ from threed.zero.hooks import Hooks
 from threed.zero.optimizer import Optimizer
 from threed.zero.others import check_no_others, own_backward
 from threed.zero.reducer import Reducer
+from threed.zero.unused import Unused
 
 PHASES = ("fwd_bwd_s", "dp_comm_s", "optim_s")
 
@@ -227,6 +228,7 @@ class Engine:
             table.install((m for layer in mine for m in layer.modules()), self.layout, self.gatherer)
             return None
         self.wrapped.initialised(self.topology.device, self.dtype)
+        self.reducer.unused = self.optimizer.unused = Unused(self.layout, self.optimizer.updates)
         self.changes = Changes(self.layout, self.optimizer, self.gatherer)
         w, ahead = self.wrapped, self.config.zero.prefetch
         return Hooks(w.module, w.units, self.layout, self.gatherer, self.reducer, ahead)
@@ -400,6 +402,8 @@ class Engine:
         """Writes a checkpoint folder at `path`, whole or not at all; `extra` is kept in its manifest."""
         self._take_in()
         state = {"steps": self.steps, "consumed": self.consumed, "extra": dict(extra or {})}
+        if self.optimizer.unused is not None:
+            state["unused"] = self.optimizer.unused.state()
         return native.save(Path(path), self.optimizer, self.topology, self.config, state)
 
     def load(self, path: str | Path) -> dict[str, Any]:
@@ -407,6 +411,8 @@ class Engine:
         self._take_in()
         state = native.load(Path(path), self.optimizer, self.topology, self.config)
         self.steps, self.consumed = int(state["steps"]), int(state["consumed"])
+        if self.optimizer.unused is not None:
+            self.optimizer.unused.restore(state.get("unused"))
         return dict(state["extra"])
 
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from threed.zero.layout import Slot
 
 _running: list[object] = []  # whose backward runs, the innermost last: autograd is one for all engines
@@ -37,14 +39,14 @@ def is_own(owner: object, slot: Slot) -> bool:
     return _running[-1] is owner
 
 
-def left(slots: Iterable[Slot]) -> list[Slot]:
-    """The parameters that have a gradient of another engine's backward."""
-    return [slot for slot in slots if slot.param.grad is not None]
+def left(slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
+    """The parameters that have a gradient of another engine's backward, with it."""
+    return [(slot, slot.param.grad) for slot in slots if slot.param.grad is not None]
 
 
 def check_no_others(slots: Iterable[Slot]) -> None:
     """Raises RuntimeError where another engine's loss scale would mix with this one's."""
-    for slot in left(slots):
+    for slot, _ in left(slots):
         raise RuntimeError(
             f"{slot.spec.name}: another engine's backward left a gradient, with that engine's loss scale: call"
             " zero_grad() before this engine's backward"

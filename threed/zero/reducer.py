@@ -31,6 +31,7 @@ from threed.zero.gradients import ByBucket, Gradients, Whole
 from threed.zero.layout import Bucket, Layout, Slot
 from threed.zero.norm import squares
 from threed.zero.others import is_own, left
+from threed.zero.unused import Unused
 
 
 @dataclass(eq=False)
@@ -60,6 +61,7 @@ class Sink:
     def __init__(self, reducer: Reducer, slot: Slot, uses: int) -> None:
         self.reducer, self.slot, self.uses = reducer, slot, uses
         self.due = self.seen = self.late = 0  # contributions: to come, in memory, kept aside
+        self.used = False  # in any step
 
     def begin(self, passes: int) -> None:
         """Expects a round's contributions: so many in each of its micro-batches."""
@@ -112,6 +114,7 @@ class Sink:
         return self.reducer.memory.view(self.slot)
 
     def _arrived(self) -> None:
+        self.used = True
         self.seen += 1
         self.due -= 1
         if self.due == 0:
@@ -172,6 +175,7 @@ class Reducer:
         self._aside: dict[Slot, Tensor] = {}
         self._first = True  # this step's first round
         self.gather_order: Callable[[], int] = lambda: 0  # what a step gathered, when that must be the same everywhere
+        self.unused: Unused | None = None  # hears of what was used
         self.listener: Callable[[Slot], None] | None = None  # told of every parameter whose gradient is complete
 
     def sink_of(self, slot: Slot) -> Sink:
@@ -313,6 +317,8 @@ class Reducer:
         if self.dynamic:
             self._keep_what_others_left()
             self._send_what_was_late()
+        if self.unused is not None:
+            self.unused.agree({sink.slot for sink in self.sinks if sink.used})
         self._ended = 0
         return self._sum_rest()
 
@@ -353,8 +359,8 @@ class Reducer:
         return complete or any(number < self._begun for number in self._buckets_of.get(sink.slot, ()))
 
     def _keep_what_others_left(self) -> None:
-        for slot in left(self._sinks):
-            grad, slot.param.grad = slot.param.grad, None
+        for slot, grad in left(self._sinks):
+            slot.param.grad = None
             self.keep_aside(slot, grad.to_dense() if grad.is_sparse else grad)
 
     def keep_aside(self, slot: Slot, grad: Tensor) -> None:
@@ -362,6 +368,7 @@ class Reducer:
         if not self.dynamic:
             raise too_late(self.sink_of(slot))
         self.sink_of(slot).late += 1
+        self.sink_of(slot).used = True
         if slot in self._aside:
             self._aside[slot].add_(grad)
         else:

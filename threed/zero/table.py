@@ -46,11 +46,8 @@ class StandIn(nn.Parameter):
         return out
 
 
-_OF_THE_PARAMETER = [
-    descriptor
-    for own in (Tensor.grad, Tensor.requires_grad)
-    for descriptor in (own.__get__, own.__set__)  # type: ignore[attr-defined]
-]
+_ITS_OWN: list[Any] = [Tensor.grad, Tensor.requires_grad]
+_OF_THE_PARAMETER = [access for own in _ITS_OWN for access in (own.__get__, own.__set__)]
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor")}
 
 
