@@ -64,7 +64,8 @@ class DeepSpeedEngine:
             self._begin()
             return self.module(*args, **kwargs)
         try:
-            return self.module(*args, **kwargs)
+            with torch.inference_mode(False), torch.no_grad():  # what a module caches must serve training too
+                return self.module(*args, **kwargs)
         finally:
             if self.engine.hooks is not None:
                 self.engine.hooks.pass_ended()
