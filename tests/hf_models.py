@@ -112,8 +112,8 @@ def train_plainly(
             loss = loss_of(model(**part)) * (n / whole)
             loss.backward()
             losses[-1] += float(loss.detach())
-        for p in trained:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        for p in trained:  # what was never used has no gradient, and torch leaves it alone
+            p.grad = torch.zeros_like(p) if p.grad is None and p in optimizer.state else p.grad
         norms.append(float(nn.utils.clip_grad_norm_(trained, clip)))
         optimizer.step()
         optimizer.zero_grad()

@@ -27,6 +27,7 @@ from threed.sharding import ShardSpec, matrix, parameter, vector
 from threed.topology import Axis, Topology
 from threed.zero import layout
 from threed.zero.layout import ALIGN, Layout, Policy, Rates
+from threed.zero.others import own_backward
 from threed.zero.reducer import Reducer
 
 # -------------------------------------------------------------------------------------------------------- geometry
@@ -264,7 +265,8 @@ def check_unused_somewhere(stage: int, dynamic: bool) -> None:
     for _ in range(2):
         reducer.begin(1)
         loss = unit.p0.sum()
-        (loss + unit.p1.sum() * 5 if topology.rank == 1 else loss).backward()
+        with own_backward(reducer):
+            (loss + unit.p1.sum() * 5 if topology.rank == 1 else loss).backward()
         reducer.pass_ended()
         got = reducer.finish()
         for bucket, part in zip(plan.buckets, (g.home.fetch().wait() for g in got), strict=True):

@@ -17,6 +17,7 @@ from threed import collectives
 from threed.config import Config
 from threed.layers import MicroBatch
 from threed.models import Model, Wrapped
+from threed.models.counting import with_some_label
 from threed.precision import dtype
 from threed.topology import Topology
 
@@ -110,10 +111,12 @@ class Batches:
         whole = {key: self._placed(value) for key, value in batch.items()}
         parts = [{key: value.chunk(count)[i] for key, value in whole.items()} for i in range(count)]
         items = [wrapped.count(part) for part in parts]
-        weight = self._weight(torch.stack(items).sum(), scale)
+        total = collectives.sum_of_scalars(torch.stack(items).sum(0).view(-1), self.topology.axis("dp")).clamp(min=1)
+        weights = [(n * (scale / total)).view(n.shape) for n in items]
+        parts = [with_some_label(part, n) for part, n in zip(parts, items, strict=True)]
         return [
-            MicroBatch(weight=n if weight is None else n * weight, step=step, training=training, inputs=part)
-            for n, part in zip(items, parts, strict=True)
+            MicroBatch(weight=weight, step=step, training=training, inputs=part)
+            for weight, part in zip(weights, parts, strict=True)
         ]
 
     def _placed(self, value: Tensor) -> Tensor:

@@ -13,10 +13,9 @@ the host; `StepMetrics` does that when it is asked.
 from __future__ import annotations
 
 import functools
-import hashlib
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +32,7 @@ from threed.layers import MicroBatch
 from threed.metrics import StepMetrics as StepMetrics
 from threed.models import Model, Wrapped
 from threed.models.check import check
-from threed.models.wrapped import find_references
+from threed.models.wrapped import find_references, find_renormalised
 from threed.pipeline import build, checkpoints
 from threed.pipeline.executor import Executor, Span
 from threed.pipeline.stage import Stage, Whole
@@ -43,12 +42,15 @@ from threed.schedules import Plan, forward_only, lower
 from threed.schedules import build as build_plan
 from threed.sharding import Box, Piece, initial
 from threed.topology import Axis, Topology
-from threed.zero import layout, records, setup, table
+from threed.zero import agreement, layout, records, setup, table
 from threed.zero import learning_rate as learning_rates
-from threed.zero.gather import Gatherer
+from threed.zero.by_hand import Changes
+from threed.zero.gather import BY_HAND, Gatherer
 from threed.zero.hooks import Hooks
 from threed.zero.optimizer import Optimizer
+from threed.zero.others import check_no_others, own_backward
 from threed.zero.reducer import Reducer
+from threed.zero.unused import Unused
 
 PHASES = ("fwd_bwd_s", "dp_comm_s", "optim_s")
 
@@ -92,9 +94,10 @@ class Engine:
         self.config = config = resolve(config, 0, topology.world) if self.wrapped else config
         if self.wrapped is not None:
             checkpoints.enable(self.wrapped.module, config)
+        self.changes: Changes | None = None
         self.steps = self.consumed = 0
         self._begun = False
-        self._check_same_configuration()
+        agreement.check_configuration(config, topology.axis("world"))
         self.batches = Batches(self.model, topology, config)
         mine = self._lay_out()
         self.gatherer = Gatherer(self.layout, self._gather_axis())
@@ -105,7 +108,7 @@ class Engine:
             learning_rate or self._learning_rate(), device=topology.device, grad_clip=config.train.grad_clip,
             loss_scale=loss_scale or setup.loss_scale(config.precision), delayed=config.zero.delayed_update,
         )  # fmt: skip
-        self._check_same_buckets()
+        agreement.check_buckets(self.layout, topology)
         if self.wrapped is not None:
             self.wrapped.agree(topology.axis("dp"), topology.device)
         records.fill(self.optimizer, self._initial_value, (records.WEIGHT,))
@@ -153,6 +156,11 @@ class Engine:
         axes = {name for name in setup.shard_axes(config, topology) if name}
         topology.prepare(build.blocks(layers) | axes, [tie.stages for tie in tied.values()])
         units = mine if self.wrapped is None else self.wrapped.units
+        if self.wrapped is not None and topology.dp > 1 and (renorm := find_renormalised(self.wrapped.module)):
+            fix = (
+                "each data rank would change the rows it sees only; normalise rows in the forward, or use one data rank"
+            )
+            raise ConfigError([f"{', '.join(renorm)}: an embedding with max_norm: {fix}"])
         if self.wrapped is not None and config.zero.stage == 3 and (beside := find_references(self.wrapped.module)):
             raise ConfigError(
                 [f"--zero.stage 3: {', '.join(beside)} refer to parameters that will be slices; use stage 2"]
@@ -181,36 +189,11 @@ class Engine:
         if self.wrapped is None:
             table.install((m for layer in mine for m in layer.modules()), self.layout, self.gatherer)
             return None
-        self.wrapped.initialised(self.topology.device)
+        self.wrapped.initialised(self.topology.device, dtype(self.config.precision.dtype))
+        self.reducer.unused = self.optimizer.unused = Unused(self.layout, self.optimizer.updates)
+        self.changes = Changes(self.layout, self.optimizer, self.gatherer)
         w, ahead = self.wrapped, self.config.zero.prefetch
         return Hooks(w.module, w.units, self.layout, self.gatherer, self.reducer, ahead)
-
-    def _check_same_configuration(self) -> None:
-        """Makes sure that all ranks mean the same run, before they meet in anything that depends on it: a rank that
-        makes other groups or sends other shapes hangs gloo, or aborts the process without a word."""
-        text = self.config.model_dump_json(exclude={"zero": {"nvme_path"}})  # each machine has drives of its own
-        fingerprint = hashlib.sha256(text.encode()).hexdigest()
-        everyone = collectives.exchange(fingerprint, self.topology.axis("world"))
-        for rank, other in enumerate(everyone):
-            if other != everyone[0]:
-                raise ValueError(
-                    f"rank {rank} runs another configuration than rank 0: start all ranks with the same flags"
-                )
-
-    def _check_same_buckets(self) -> None:
-        """Makes sure that ranks will sum the same things, along every axis: a model that is built in another order on
-        one of them has buckets of the same sizes with other parameters in them."""
-        for axis in self.topology.shared_axes():
-            data = axis is self.topology.axis("dp")
-            everything = [*self.layout.buckets, *self.layout.frozen]  # in the order of completion, that of data ranks
-            summed = [b for group in self.layout.groups if axis in group.sums for b in group.buckets]
-            buckets = everything if data else summed
-            cuts = [(b.first, b.last, [(s.spec.name, s.first) for s in b.slots()]) for b in buckets]
-            mine = hashlib.sha256(repr(cuts).encode()).hexdigest()
-            for rank, other in zip(axis.ranks, collectives.exchange(mine, axis), strict=True):
-                if other != mine:
-                    this = self.topology.rank
-                    raise ValueError(f"rank {rank} cut its parameters into other buckets than rank {this}")
 
     # ------------------------------------------------------------------------------------------------------- running
 
@@ -224,7 +207,8 @@ class Engine:
         micros = self._micro_batches(batch, training=True)
         self.begin(len(micros))
         plan = self._plan(self.config.parallel.schedule, len(micros))
-        losses = self.executor.run(plan, micros)
+        with own_backward(self.reducer):
+            losses = self.executor.run(plan, micros)
         self._backwards_s = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
         metrics = self.update(self._carry(losses), tokens)
@@ -251,9 +235,16 @@ class Engine:
         if not self._begun:
             raise RuntimeError("call Engine.begin(microbatches) first: gradients of the last step are in the way")
         began = time.perf_counter()
-        torch.autograd.backward((loss * (self.optimizer.scaler.scale * weight).to(loss.dtype),))
+        if self.config.precision.dtype == "fp16":
+            check_no_others(self.layout.slots)
+        with own_backward(self.reducer):
+            torch.autograd.backward((loss * (self.optimizer.scaler.scale * weight).to(loss.dtype),))
         self._pass_ended()
         self._backwards_s += time.perf_counter() - began
+
+    def zero_grad(self) -> None:
+        """Drops all gradients so far: of the step that is under way, and those that other engines' losses brought."""
+        self.reducer.drop()
 
     def update(self, loss: Tensor, tokens: int = 0) -> StepMetrics:
         """Ends an optimizer step: sums what is left of the gradients, and updates. Collective.
@@ -262,7 +253,7 @@ class Engine:
         """
         times = [time.perf_counter()]
         self._begun = False
-        self.gatherer.release_all()
+        self._take_in()
         gradients = self.reducer.finish()
         times.append(time.perf_counter())
         carry = torch.cat((loss, *(flag.take(loss.device).view(1) for flag in self.flags)))
@@ -307,6 +298,27 @@ class Engine:
         for flag in self.flags:
             flag.take(self.topology.device)
 
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The wrapped module, whole between steps: to read parameters, or to change them, alike on all ranks, which
+        stays. Collective."""
+        module = self.module
+        self._take_in()
+        self.optimizer.settle()
+        for group in self.layout.groups:
+            if group.sliced:
+                self.gatherer.open(group, BY_HAND)
+        try:
+            yield module
+        finally:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Frees what is gathered; values that were changed by hand are kept."""
+        self._forwards_ended()
+        if self.changes is not None:
+            self.changes.take_in()
+
     def _forwards_ended(self) -> None:
         if self.hooks is not None:
             self.hooks.pass_ended()
@@ -336,21 +348,29 @@ class Engine:
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
         """Writes a checkpoint folder at `path`, whole or not at all; `extra` is kept in its manifest."""
+        self._take_in()
         state = {"steps": self.steps, "consumed": self.consumed, "extra": dict(extra or {})}
+        if self.optimizer.unused is not None:
+            state["unused"] = self.optimizer.unused.state()
         return native.save(Path(path), self.optimizer, self.topology, self.config, state, self.extras)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Takes weights, moments, buffers and counters from a checkpoint of any topology; gives back what was saved as
         extra. CheckpointError, before anything is overwritten, when names or shapes are another model's."""
+        self._take_in()
         state = native.load(Path(path), self.optimizer, self.topology, self.config, self.extras)
         self.steps, self.consumed = int(state["steps"]), int(state["consumed"])
+        if self.optimizer.unused is not None:
+            self.optimizer.unused.restore(state.get("unused"))
         return dict(state["extra"])
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Global names -> full tensors (masters, at least fp32; persistent buffers) on rank 0, an empty dict elsewhere.
         Collective."""
+        self._take_in()
         return native.collect(self.optimizer, self.topology) | self.buffers.collect()
 
     def load_full_state_dict(self, weights: Mapping[str, Tensor]) -> None:
         """Takes weights and buffers from full tensors by global name, which every rank must pass; moments stay."""
+        self._take_in()
         fit.take_full(self.optimizer, self.buffers, self.topology, weights)

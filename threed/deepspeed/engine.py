@@ -7,7 +7,9 @@ loss = engine(**batch).loss ; engine.backward(loss) ; engine.step()        # or 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,7 +41,7 @@ class DeepSpeedEngine:
         self.engine = Engine(model, topology, t.config, learning_rate=t.learning_rate, loss_scale=t.loss_scale)
         self.module, self.topology = model, topology
         self.device, self.global_rank, self.world_size = topology.device, topology.rank, topology.world
-        self.optimizer = OptimizerView(self.engine)
+        self.optimizer = OptimizerView(self.engine, self.zero_grad)
         self.notes: tuple[str, ...] = translation.notes
         self.training_loader: DataLoader[Any] | None = None
         self.metrics: StepMetrics | None = None
@@ -62,7 +64,8 @@ class DeepSpeedEngine:
             self._begin()
             return self.module(*args, **kwargs)
         try:
-            return self.module(*args, **kwargs)
+            with torch.inference_mode(False), torch.no_grad():  # what a module caches must serve training too
+                return self.module(*args, **kwargs)
         finally:
             if self.engine.hooks is not None:
                 self.engine.hooks.pass_ended()
@@ -166,8 +169,20 @@ class DeepSpeedEngine:
         """Sets the module's mode to evaluation."""
         return self.train(False)
 
-    def zero_grad(self) -> None:
-        """Nothing: gradients are gone after a step."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients so far, also those that the losses of other engines brought; a step does so by itself.
+
+        RuntimeError between `backward` and `step`; a warning where micro-batches of the same step are dropped.
+        """
+        if self._pending:
+            raise RuntimeError("zero_grad between backward and step would drop what the step is made of: step first")
+        if done := self.micro_steps % self.translation.accumulation:
+            warnings.warn(
+                f"zero_grad drops the gradients of {done} of this step's {self.translation.accumulation} micro-batches;"
+                " call it at the accumulation boundary only, or not at all: a step leaves none behind",
+                stacklevel=2,
+            )
+        self.engine.zero_grad()
 
     @property
     def global_steps(self) -> int:
@@ -207,6 +222,10 @@ class DeepSpeedEngine:
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage."""
         return self.translation.config.zero.stage
+
+    def gathered(self) -> AbstractContextManager[nn.Module]:
+        """The module, whole between steps; see `threed.Engine.gathered`."""
+        return self.engine.gathered()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Names -> full weights (at least fp32) on rank 0, an empty dict elsewhere. Collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from torch import nn
@@ -21,8 +21,8 @@ class ParamGroup(dict[str, Any]):
 class OptimizerView:
     """What programs look up in an optimizer; stepping is the engine's."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, zero_grad: Callable[[], None]) -> None:
+        self._engine, self._zero_grad = engine, zero_grad
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -48,7 +48,8 @@ class OptimizerView:
         return float(self._engine.optimizer.scaler.scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: gradients are gone after a step."""
+        """The engine's."""
+        self._zero_grad()
 
     def step(self, *_: Any) -> NoReturn:
         """Refused."""

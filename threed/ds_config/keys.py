@@ -218,8 +218,8 @@ BF16 = Table(
 
 DATA_TYPES = Table(
     refused={
-        "buffer_dtype": ((), "buffers keep the format they came in"),
-        "keep_in_fp32_modules": (("auto",), "buffers keep the format they came in, and masters are fp32"),
+        "buffer_dtype": ((), "buffers become the compute dtype, as module.to(dtype) makes them"),
+        "keep_in_fp32_modules": (("auto",), "all modules run in the compute dtype, and masters are fp32"),
     },
 )
 

@@ -13,7 +13,7 @@ import copy
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,10 +22,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from threed import collectives
 from threed.layers.slicing import MicroBatch, Slicing
+from threed.models.counting import Inputs, Items
 from threed.sharding import Box, Piece, ShardSpec, attach
 from threed.topology import Axis
-
-Inputs = Mapping[str, Any]
 
 
 def loss_of(output: Any) -> Tensor:
@@ -75,7 +74,7 @@ class Wrapped(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.loss = module, loss
-        self.count = count or functools.partial(count_items, shifted=shifts_labels(module))
+        self.count = count or Items(module)
         self.hidden, self.slicing, self.name = 0, Slicing(), "module"
         check(module)
         self.units = list(find_units(module))
@@ -104,12 +103,15 @@ class Wrapped(nn.Module):
 
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
         """The micro-batch's weighted loss."""
-        loss = self.loss(self.module(**(micro.inputs or {})))
+        inputs, weight, items = micro.inputs or {}, micro.weight, self.count if isinstance(self.count, Items) else None
+        with nullcontext() if items is None else items.watching(inputs):
+            loss = self.loss(self.module(**inputs))
         loss = loss if loss.dtype == torch.float64 else loss.float()
-        if micro.weight is None:
+        if weight is None:
             return loss
-        # A mean over no items is no number; it weighs nothing.
-        return torch.where(micro.weight > 0, loss, 0.0) * micro.weight.to(loss.dtype)
+        weight = weight if items is None else items.chosen(weight)
+        # A mean over no items may be no number; it weighs nothing.
+        return torch.where(weight > 0, loss, 0.0) * weight.to(loss.dtype)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -138,9 +140,10 @@ class Wrapped(nn.Module):
                 shared = collectives.broadcast(value.detach().to(device).contiguous(), axis, 0)
                 value.copy_(shared)
 
-    def initialised(self, device: torch.device) -> None:
-        """Forgets the values the module came with, moves buffers to the device, and gives those on the meta device the
-        values that their module's own initialisation gives."""
+    def initialised(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Forgets the values the module came with, moves buffers as `module.to(device, dtype)` does where parameters
+        change their dtype, and gives those on the meta device the values of their module's own initialisation."""
+        cast = dtype if any(values.dtype != dtype for values in self._given.values()) else None
         self._given.clear()
         self._fresh.cache_clear()
         self.module.__dict__["_threed"] = True
@@ -150,7 +153,8 @@ class Wrapped(nn.Module):
             if any(buffer is not None and buffer.device.type == "meta" for buffer in buffers.values()):
                 buffers = self._initialised(shallow(owner), 0, name)._buffers
             for key, buffer in buffers.items():
-                owner._buffers[key] = None if buffer is None else buffer.to(device)
+                to = cast if buffer is not None and buffer.is_floating_point() and not stays_wide(owner, key) else None
+                owner._buffers[key] = None if buffer is None else buffer.to(device, to)
 
     def _initialise(self, unit: str, seed: int) -> dict[str, Tensor]:
         """A unit's parameters by their names in the whole module."""
@@ -216,6 +220,17 @@ def find_references(module: nn.Module) -> list[str]:
     return found
 
 
+def find_renormalised(module: nn.Module) -> list[str]:
+    """Embeddings that change their own rows as they are used."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return [name for name, m in module.named_modules() if isinstance(m, kinds) and m.max_norm is not None]
+
+
+def stays_wide(owner: nn.Module, key: str) -> bool:
+    """Whether a buffer keeps its dtype: `transformers` computes rotary angles in fp32, and casts them itself."""
+    return "inv_freq" in key and type(owner).__module__.startswith("transformers.")
+
+
 def refuse_loading(*_: Any) -> None:
     """A wrapped module's own `load_state_dict` would miss slices and masters."""
     raise RuntimeError("the engine has this module's weights: use Engine.load_full_state_dict, or Engine.load")
@@ -262,19 +277,3 @@ def find_units(root: nn.Module) -> Iterator[Unit]:
                     yield Unit(f"{name}.{key}" if name else key, block, members)
         if list(module.named_parameters(recurse=False)):
             yield Unit(name, module, [module])
-
-
-def shifts_labels(module: nn.Module) -> bool:
-    """Whether the module predicts each label from the positions before it, as Hugging Face's causal models do: then
-    the first label of a row is not counted."""
-    names = [kind.__name__ for kind in type(module).__mro__]
-    return any(word in name for name in names for word in ("CausalLM", "LMHeadModel"))
-
-
-def count_items(inputs: Inputs, shifted: bool) -> Tensor:
-    """How many items a mean loss is over: labels that are not ignored (-100), else rows; fp64 scalar."""
-    labels = inputs.get("labels")
-    if labels is None or labels.is_floating_point():
-        first = next(value for value in inputs.values() if isinstance(value, Tensor))
-        return torch.tensor(float(len(first)), dtype=torch.float64, device=first.device)
-    return ((labels[:, 1:] if shifted else labels) != -100).sum().double()

@@ -16,7 +16,7 @@ overlapped with the unit before, and so is the exchange between ranks, which beg
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from threed.memory.tiers import InMemory, Loan, beside, copy_stream
 from threed.topology import Axis
 from threed.zero.layout import Bucket, Group, Layout, Slot
 
-TILE = -3  # who holds a tile: the layer it belongs to; units and wrapped modules have numbers of their own
+TILE, BY_HAND = -3, -4  # who holds a tile: its layer; and a group that is whole between steps. Units are numbers
 
 
 class TileGate:
@@ -68,6 +68,7 @@ class Gatherer:
         for drive in layout.policy.drives:
             drive.make_room = self._end_gathers
         self._number = {group: number for number, group in enumerate(layout.groups)}
+        self.leaving: Callable[[Group], None] = lambda group: None  # told before a group's memory goes
         self.order = 0  # a hash of which groups were gathered, in which order: all ranks must have the same
         for group in layout.groups:
             if group.kind.tile is not None:
@@ -212,4 +213,5 @@ class Gatherer:
     def _free(self, group: Group) -> None:
         self.wait(group)  # a gather under way still writes
         del self._holders[group]
+        self.leaving(group)
         group.free()

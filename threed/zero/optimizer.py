@@ -25,7 +25,7 @@ from threed.ops.update import Moment, Rule
 from threed.precision import LossScale, Scaler
 from threed.topology import Axis
 from threed.zero.gather import Gatherer
-from threed.zero.layout import Layout
+from threed.zero.layout import Bucket, Layout
 from threed.zero.norm import sum_of_squares
 from threed.zero.reducer import Gradient
 from threed.zero.state import (
@@ -40,6 +40,7 @@ from threed.zero.state import (
     store_all,
     update_order,
 )
+from threed.zero.unused import Stretch, Unused
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +82,8 @@ class Optimizer:
         self.updates = torch.zeros((), dtype=torch.float64, device=device)  # done so far; a skipped step is none
         self.skips = torch.zeros((), dtype=torch.float64, device=device)
         self.scaler = Scaler(loss_scale, device)
+        self.unused: Unused | None = None  # of a wrapped module
+        self._stretches: dict[Bucket, list[Stretch]] = {}
 
     def step(self, gradients: Sequence[Gradient], carry: Tensor) -> Update:
         """One update from every bucket's slice of the summed gradients.
@@ -88,6 +91,7 @@ class Optimizer:
         carry: fp64 [k], numbers of this rank (its loss) that are summed over all ranks in the same message.
         """
         self.finish_delayed()
+        self._stretches = {} if self.unused is None else self.unused.stretches
         found = [gradient.squares for gradient in gradients]
         mine = torch.cat((sum_of_squares(found, self.layout.buckets, carry.device), carry))
         sums = collectives.sum_of_scalars(mine, self.everyone)
@@ -139,7 +143,7 @@ class Optimizer:
         if beside:
             loans[PARAMETER] = home.blank()
         out = loans[PARAMETER].values if beside else None
-        self.rule.update(weight, gradient.to(weight.device), moments, now, rates.decay, out)
+        self._apply_rule(state, (weight, gradient.to(weight.device), *moments), now, rates.decay, out)
         loans.pop(GRADIENT).drop()
         if beside:
             loans.pop(PARAMETER).store()
@@ -147,6 +151,21 @@ class Optimizer:
         elif publish:
             self._publish(state, weight)
         state.put_back(loans, keep)
+
+    def _apply_rule(
+        self, state: State, values: Sequence[Tensor], now: Moment, decay: float, out: Tensor | None
+    ) -> None:
+        """The rule on a slice; on each stretch by itself where some were never used, or count from a later update."""
+        if state.bucket not in self._stretches:
+            self.rule.update(values[0], values[1], values[2:], now, decay, out)
+        for first, last, since in self._stretches.get(state.bucket, ()):
+            weight, gradient, *moments = (tensor[first:last] for tensor in values)
+            new = None if out is None else out[first:last]
+            if since is not None:
+                step = (now.step - since.to(now.step.device)).clamp(min=1)
+                self.rule.update(weight, gradient, moments, Moment(now.lr, step, now.scale, now.skip), decay, new)
+            elif new is not None:
+                new.copy_(weight)
 
     def _publish(self, state: State, weight: Tensor) -> None:
         """Puts a bucket's weights into the parameters, and begins to gather what stays whole."""

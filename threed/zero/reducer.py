@@ -14,6 +14,7 @@ none is counted twice.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -25,14 +26,14 @@ from torch import Tensor
 from threed import collectives
 from threed.collectives import Pending
 from threed.memory.tiers import Home, InMemory, Loan, start_copy
-from threed.ops import matmul
 from threed.planner.memory import BUCKETS_IN_FLIGHT
 from threed.topology import Axis
 from threed.zero.gradients import ByBucket, Gradients, Whole
 from threed.zero.layout import Bucket, Layout, Slot
 from threed.zero.norm import squares
-
-EVER = 2**62  # more contributions than ever come: such a parameter is complete when the round is over
+from threed.zero.others import left
+from threed.zero.sink import EVER, Sink, taken_by, too_late
+from threed.zero.unused import Unused
 
 
 @dataclass(eq=False)
@@ -56,90 +57,12 @@ class Travelling:
     complete: bool
 
 
-class Sink:
-    """Collects one parameter's gradient; the first contribution of a round overwrites what was in its memory."""
-
-    def __init__(self, reducer: Reducer, slot: Slot, uses: int) -> None:
-        self.reducer, self.slot, self.uses = reducer, slot, uses
-        self.due = self.seen = self.late = 0  # contributions: to come, in memory, kept aside
-
-    def begin(self, passes: int) -> None:
-        """Expects a round's contributions: so many in each of its micro-batches."""
-        self.due, self.seen, self.late = self.uses * passes, 0, 0
-
-    def add(self, grad: Tensor) -> None:
-        """Adds a whole gradient."""
-        if self.reducer.is_late(self):
-            self.reducer.keep_aside(self.slot, grad)
-            return
-        target = self._target()
-        if self.seen:
-            target.add_(grad)
-        else:
-            target.copy_(grad)
-        self._arrived()
-
-    def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Adds the matrix product a @ b; in the buffer itself where the dtypes allow."""
-        if self.reducer.is_late(self) or a.dtype != self.reducer.layout.policy.grad_dtype:
-            return self.add(torch.mm(a, b))
-        target = self._target()
-        matmul.add_product_(target, a, b, fresh=not self.seen)
-        return self._arrived()
-
-    def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """Adds rows [n h] at row numbers [n]."""
-        if self.reducer.is_late(self):
-            whole = rows.new_zeros(self.slot.param.shape)
-            return self.add(whole.index_add_(0, index, rows) if len(whole) else whole)
-        target = self._target()
-        if not self.seen:
-            target.zero_()
-        if target.shape[0]:
-            target.index_add_(0, index, rows.to(target.dtype))
-        return self._arrived()
-
-    def take(self, param: Tensor) -> None:
-        """Autograd's hook: moves `param.grad` here."""
-        if param.grad is not None:
-            grad, param.grad = param.grad, None
-            self.add(grad.to_dense() if grad.is_sparse else grad)
-
-    def _target(self) -> Tensor:
-        return self.reducer.memory.view(self.slot)
-
-    def _arrived(self) -> None:
-        self.seen += 1
-        self.due -= 1
-        if self.due == 0:
-            self.reducer.arrived(self.slot)
-
-
-def _taken_by(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
-    """Autograd's hook. Its table is invisible to Python's garbage collector: a strong reference would keep a whole
-    engine, with its drive, for ever."""
-
-    def taken(param: Tensor) -> None:
-        if (alive := sink()) is not None:
-            alive.take(param)
-
-    return taken
-
-
-def too_late(sink: Sink) -> RuntimeError:
-    """What is wrong where a gradient comes after its parameter was complete, and may not."""
-    return RuntimeError(
-        f"{sink.slot.spec.name}: a gradient came after the {sink.uses} of a micro-batch that the first step had, and"
-        " after its bucket had left: how often this layer runs depends on the data; give the pipeline layer the"
-        " attribute `runs_vary = True`"
-    )
-
-
 class Reducer:
     """Sums every bucket's gradients over the ranks that share it.
 
     begin(microbatches) before the first backward, `pass_ended` after each; finish() after the last gives each bucket's
-    slice of the sum. wire: the dtype gradients travel in, by default their own. dynamic: see above.
+    slice of the sum. wire: the dtype gradients travel in, by default their own. dynamic: see above; its backwards run
+    as its `own_backward`.
     """
 
     def __init__(self, layout: Layout, wire: torch.dtype | None = None, dynamic: bool = False) -> None:
@@ -153,7 +76,7 @@ class Reducer:
             for slot in group.slots if group.kind.trainable else ():
                 sink = Sink(self, slot, 1 if dynamic else EVER if slot.varies else len(slot.places))
                 slot.param.sink = sink  # type: ignore[attr-defined]
-                slot.param.register_post_accumulate_grad_hook(_taken_by(weakref.ref(sink)))
+                slot.param.register_post_accumulate_grad_hook(taken_by(weakref.ref(sink)))
                 self._sinks[slot] = sink
         self.sinks = list(self._sinks.values())
         self._slots = [bucket.slots() for bucket in layout.buckets]
@@ -161,6 +84,7 @@ class Reducer:
             for slot in slots:
                 self._buckets_of.setdefault(slot, []).append(number)
         self._passes = self._rounds_left = 1
+        self._ended = 0  # passes of this step
         self._missing: list[int] = []
         self._begun = 0  # buckets of this round that have left
         self._travelling: deque[Travelling] = deque()
@@ -169,6 +93,7 @@ class Reducer:
         self._aside: dict[Slot, Tensor] = {}
         self._first = True  # this step's first round
         self.gather_order: Callable[[], int] = lambda: 0  # what a step gathered, when that must be the same everywhere
+        self.unused: Unused | None = None  # hears of what was used
         self.listener: Callable[[Slot], None] | None = None  # told of every parameter whose gradient is complete
 
     def sink_of(self, slot: Slot) -> Sink:
@@ -177,6 +102,24 @@ class Reducer:
 
     def begin(self, microbatches: int) -> None:
         """Expects the gradients of a step; what is left of one that was given up is forgotten."""
+        self._passes, self._rounds_left = (1, microbatches) if self.rounds else (microbatches, 1)
+        self._ended = 0
+        self._begin_anew()
+
+    def drop(self) -> None:
+        """Forgets all gradients so far, as `zero_grad` does: what passes of this step, and other engines, brought."""
+        for sink in self.sinks:
+            sink.slot.param.grad = None
+        if not self._ended:
+            return
+        if not self.rounds:
+            while self._begun < len(self.layout.buckets):  # other ranks may have sent more, or less
+                self._start()
+            self._passes = max(1, self._passes - self._ended)
+        self._ended = 0
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         while self._travelling:
             self._land()
         while self._arriving:
@@ -184,7 +127,6 @@ class Reducer:
         self.memory.reset()
         self._aside.clear()
         self._squares.clear()
-        self._passes, self._rounds_left = (1, microbatches) if self.rounds else (microbatches, 1)
         self._first = True
         self._begin_round()
 
@@ -261,6 +203,7 @@ class Reducer:
 
     def pass_ended(self) -> None:
         """A micro-batch's backward is over; where that is a round, what is left of it leaves."""
+        self._ended += 1
         if self.rounds:
             self.flush()
             self._first = False
@@ -289,9 +232,15 @@ class Reducer:
             self._arrive()
         if any(group.sliced for group in self.layout.groups):
             self.memory.trim()  # gathered parameters are the next to need memory
+        if self.dynamic:
+            self._keep_what_others_left()
         if self.dynamic or self._learning:
             self._send_what_was_late()
-        self._learning = False
+        if self.unused is not None:
+            self.unused.agree({sink.slot for sink in self.sinks if sink.used})
+        elif self._learning:
+            self._name_unused()
+        self._ended, self._learning = 0, False
         return self._sum_rest()
 
     def _sum_rest(self) -> list[Gradient]:
@@ -330,11 +279,30 @@ class Reducer:
         """Whether a contribution would come after its parameter, or a part of it, has left."""
         return any(number < self._begun for number in self._buckets_of.get(sink.slot, ()))
 
+    def _keep_what_others_left(self) -> None:
+        for slot, grad in left(self._sinks):
+            slot.param.grad = None
+            self.keep_aside(slot, grad.to_dense() if grad.is_sparse else grad)
+
+    def _name_unused(self) -> None:
+        """Names the parameters that no rank has used in the first step."""
+        policy = self.layout.policy
+        own = {slot for group in self.layout.groups if not group.kind.tied for slot in group.slots}
+        never = {sink.slot.spec.name for sink in self.sinks if not sink.used and sink.slot in own}
+        for axis in (policy.shard, policy.replicas):
+            never.intersection_update(*collectives.exchange(sorted(never), axis))
+        if never and policy.shard.index == policy.replicas.index == 0:
+            names = ", ".join(sorted(never))
+            warnings.warn(
+                f"no gradient came to {names} in the first step: they change by weight decay only", stacklevel=2
+            )
+
     def keep_aside(self, slot: Slot, grad: Tensor) -> None:
         """Adds up what came too late in this step."""
         if not (self.dynamic or self._learning):
             raise too_late(self.sink_of(slot))
         self.sink_of(slot).late += 1
+        self.sink_of(slot).used = True
         if slot in self._aside:
             self._aside[slot].add_(grad)
         else:

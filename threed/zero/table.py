@@ -2,7 +2,7 @@
 
 A sliced parameter whose memory is away would be read out of bounds, and one that stays whole may still be on its way
 from the last step. Whoever takes a parameter from its module waits for the latter; in place of the former they get a
-stand-in on the meta device: shape and dtype are right, and an attempt to read it is torch's error, not a crash.
+stand-in on the meta device: shape and dtype are right, to read it is torch's error, not a crash, and to change it ours.
 """
 
 from __future__ import annotations
@@ -11,13 +11,52 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from threed.sharding import attach
+from threed.sharding import attach, spec_of
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Group, Layout, Slot
 
 Place = tuple[Group, Slot, nn.Parameter]  # where a parameter lies, and its stand-in
+
+
+class StandIn(nn.Parameter):
+    """Stands for a sliced parameter while its memory is away: on the meta device, where a change would be lost without
+    a word, so it is refused. Whether it requires a gradient, and its gradient, are the parameter's own."""
+
+    stands_for: nn.Parameter | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        me = args[0] if args and isinstance(args[0], StandIn) else None
+        name, real = getattr(func, "__name__", ""), None if me is None else me.stands_for
+        if _changes(func, name, kwargs or {}):
+            raise RuntimeError(
+                f"{'a parameter' if real is None else spec_of(real).name} is kept as slices, and not whole now: read or"
+                " change it in a forward, or between steps inside `with engine.gathered():`"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            if real is not None and (name == "requires_grad_" or func in _OF_THE_PARAMETER):
+                out = func(real, *args[1:], **(kwargs or {}))
+                return me if name == "requires_grad_" else out
+            out = func(*args, **(kwargs or {}))
+            if real is not None and (name == "detach" or func == Tensor.data.__get__):  # type: ignore[attr-defined]
+                out = out.as_subclass(StandIn)
+                out.stands_for = real
+        return out
+
+
+_ITS_OWN: list[Any] = [Tensor.grad, Tensor.requires_grad]
+_OF_THE_PARAMETER = [access for own in _ITS_OWN for access in (own.__get__, own.__set__)]
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor")}
+
+
+def _changes(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a function of torch changes a tensor."""
+    if name in ("requires_grad_", "detach_", "share_memory_"):
+        return False
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in (*_IN_PLACE, "__setitem__") or "out" in kwargs or func == Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Parameters(dict[str, Any]):
@@ -63,8 +102,9 @@ class Parameters(dict[str, Any]):
 
 
 def _stand_in(slot: Slot) -> nn.Parameter:
-    values = torch.empty(slot.param.shape, dtype=slot.param.dtype, device="meta")
-    return attach(nn.Parameter(values, slot.param.requires_grad), slot.spec)
+    stand_in = StandIn(torch.empty(slot.param.shape, dtype=slot.param.dtype, device="meta"), slot.param.requires_grad)
+    stand_in.stands_for = slot.param
+    return attach(stand_in, slot.spec)
 
 
 def install(

@@ -1,0 +1,37 @@
+"""What ranks must have in common before they meet in anything that depends on it."""
+
+from __future__ import annotations
+
+import hashlib
+
+from threed import collectives
+from threed.config import Config
+from threed.topology import Axis, Topology
+from threed.zero.layout import Layout
+
+
+def check_configuration(config: Config, world: Axis) -> None:
+    """Makes sure that all ranks mean the same run: a rank that makes other groups or sends other shapes hangs gloo, or
+    aborts the process without a word. Raises ValueError naming the rank. Collective."""
+    text = config.model_dump_json(exclude={"zero": {"nvme_path"}})  # each machine has drives of its own
+    fingerprint = hashlib.sha256(text.encode()).hexdigest()
+    everyone = collectives.exchange(fingerprint, world)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            raise ValueError(f"rank {rank} runs another configuration than rank 0: start all ranks with the same flags")
+
+
+def check_buckets(layout: Layout, topology: Topology) -> None:
+    """Makes sure that ranks will sum the same things, along every axis: a model that is built in another order on one
+    of them has buckets of the same sizes with other parameters in them. Raises ValueError naming the rank. Collective.
+    """
+    for axis in topology.shared_axes():
+        data = axis is topology.axis("dp")
+        everything = [*layout.buckets, *layout.frozen]  # in the order of completion, that of data ranks
+        summed = [bucket for group in layout.groups if axis in group.sums for bucket in group.buckets]
+        buckets = everything if data else summed
+        cuts = [(b.first, b.last, [(s.spec.name, s.first) for s in b.slots()]) for b in buckets]
+        mine = hashlib.sha256(repr(cuts).encode()).hexdigest()
+        for rank, other in zip(axis.ranks, collectives.exchange(mine, axis), strict=True):
+            if other != mine:
+                raise ValueError(f"rank {rank} cut its parameters into other buckets than rank {topology.rank}")

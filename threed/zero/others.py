@@ -1,0 +1,53 @@
+"""Gradients that come in another engine's backward: a generator's loss reaches the discriminator's weights.
+
+    with own_backward(reducer):      what comes in here is that reducer's; for others it stays in `.grad`, and adds up
+    left(slots)                      the parameters that have such a gradient
+
+As in plain PyTorch it counts in the next step, unless `zero_grad` drops it before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from threed.zero.layout import Slot
+
+_running: list[object] = []  # whose backward runs, the innermost last: autograd is one for all engines
+
+
+@contextmanager
+def own_backward(owner: object) -> Iterator[None]:
+    """The backwards in here are the owner's."""
+    _running.append(owner)
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+def is_own(owner: object, slot: Slot) -> bool:
+    """Whether the backward that brings this parameter's gradient is the owner's. RuntimeError where it is nobody's."""
+    if not _running:
+        slot.param.grad = None
+        raise RuntimeError(
+            f"{slot.spec.name}: a gradient came in a backward that is no engine's: call engine.backward(loss) in place"
+            " of loss.backward(), or torch.autograd.grad for gradients of inputs"
+        )
+    return _running[-1] is owner
+
+
+def left(slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
+    """The parameters that have a gradient of another engine's backward, with it."""
+    return [(slot, slot.param.grad) for slot in slots if slot.param.grad is not None]
+
+
+def check_no_others(slots: Iterable[Slot]) -> None:
+    """Raises RuntimeError where another engine's loss scale would mix with this one's."""
+    for slot, _ in left(slots):
+        raise RuntimeError(
+            f"{slot.spec.name}: another engine's backward left a gradient, with that engine's loss scale: call"
+            " zero_grad() before this engine's backward"
+        )

@@ -1,0 +1,118 @@
+"""Where a parameter's gradient goes: `threed.layers.slicing.GradSink`, contribution by contribution."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from threed.ops import matmul
+from threed.zero.gradients import Gradients
+from threed.zero.layout import Layout, Slot
+from threed.zero.others import is_own
+
+EVER = 2**62  # more contributions than ever come: such a parameter is complete when the round is over
+
+
+class Collector(Protocol):
+    """What a sink needs of the reducer; see there."""
+
+    layout: Layout
+    memory: Gradients
+    dynamic: bool
+    listener: Callable[[Slot], None] | None
+
+    def is_late(self, sink: Sink) -> bool: ...
+
+    def keep_aside(self, slot: Slot, grad: Tensor) -> None: ...
+
+    def arrived(self, slot: Slot) -> None: ...
+
+
+class Sink:
+    """Collects one parameter's gradient; the first contribution of a round overwrites what was in its memory."""
+
+    def __init__(self, reducer: Collector, slot: Slot, uses: int) -> None:
+        self.reducer, self.slot, self.uses = reducer, slot, uses
+        self.due = self.seen = self.late = 0  # contributions: to come, in memory, kept aside
+        self.used = False  # in any step
+
+    def begin(self, passes: int) -> None:
+        """Expects a round's contributions: so many in each of its micro-batches."""
+        self.due, self.seen, self.late = self.uses * passes, 0, 0
+
+    def add(self, grad: Tensor) -> None:
+        """Adds a whole gradient."""
+        if self.reducer.is_late(self):
+            self.reducer.keep_aside(self.slot, grad)
+            return
+        target = self._target()
+        if self.seen:
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+        self._arrived()
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        """Adds the matrix product a @ b; in the buffer itself where the dtypes allow."""
+        if self.reducer.is_late(self) or a.dtype != self.reducer.layout.policy.grad_dtype:
+            return self.add(torch.mm(a, b))
+        target = self._target()
+        matmul.add_product_(target, a, b, fresh=not self.seen)
+        return self._arrived()
+
+    def add_rows(self, index: Tensor, rows: Tensor) -> None:
+        """Adds rows [n h] at row numbers [n]."""
+        if self.reducer.is_late(self):
+            whole = rows.new_zeros(self.slot.param.shape)
+            return self.add(whole.index_add_(0, index, rows) if len(whole) else whole)
+        target = self._target()
+        if not self.seen:
+            target.zero_()
+        if target.shape[0]:
+            target.index_add_(0, index, rows.to(target.dtype))
+        return self._arrived()
+
+    def take(self, param: Tensor) -> None:
+        """Autograd's hook: moves `param.grad` here. In the backward of another engine it stays, and adds up, until it
+        is dropped, or the step ends."""
+        if self.reducer.dynamic and not is_own(self.reducer, self.slot):
+            if self.reducer.listener is not None:
+                self.reducer.listener(self.slot)
+            return
+        if param.grad is not None:
+            grad, param.grad = param.grad, None
+            self.add(grad.to_dense() if grad.is_sparse else grad)
+
+    def _target(self) -> Tensor:
+        return self.reducer.memory.view(self.slot)
+
+    def _arrived(self) -> None:
+        self.used = True
+        self.seen += 1
+        self.due -= 1
+        if self.due == 0:
+            self.reducer.arrived(self.slot)
+
+
+def taken_by(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
+    """Autograd's hook. Its table is invisible to Python's garbage collector: a strong reference would keep a whole
+    engine, with its drive, for ever."""
+
+    def taken(param: Tensor) -> None:
+        if (alive := sink()) is not None:
+            alive.take(param)
+
+    return taken
+
+
+def too_late(sink: Sink) -> RuntimeError:
+    """What is wrong where a gradient comes after its parameter was complete, and may not."""
+    return RuntimeError(
+        f"{sink.slot.spec.name}: a gradient came after the {sink.uses} of a micro-batch that the first step had, and"
+        " after its bucket had left: how often this layer runs depends on the data; give the pipeline layer the"
+        " attribute `runs_vary = True`"
+    )

@@ -1,0 +1,87 @@
+"""Parameters that no rank has used yet stay as they are, as torch's optimizers leave what never had a gradient.
+
+    unused = Unused(layout, updates)
+    unused.agree(used)          at the end of every step, on all ranks that share the parameters
+    unused.stretches            for buckets that hold such parameters: what an update does with each part
+
+A parameter that is used later counts its updates from then on, for Adam's bias correction.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Set
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threed import collectives
+from threed.zero.layout import Bucket, Layout, Slot
+
+Stretch = tuple[int, int, Tensor | None]  # elements [first, last) of a slice, and the updates before their first one
+
+
+class Unused:
+    """Which trainable parameters of a layout were never used. updates: done so far, a scalar tensor."""
+
+    def __init__(self, layout: Layout, updates: Tensor) -> None:
+        self.layout, self.updates = layout, updates
+        self.stretches: dict[Bucket, list[Stretch]] = {}
+        self._slots = [slot for group in layout.groups if group.kind.trainable for slot in group.slots]
+        self._never = set(range(len(self._slots)))  # alike on all ranks
+        self._since: dict[Slot, Tensor] = {}  # of those whose first use was not in the first step
+        self._first = True
+
+    def agree(self, used: Set[Slot]) -> None:
+        """Takes notice of what this rank has used so far, and of what the others have. Collective while something is
+        unused."""
+        if not self._never:
+            return
+        never = {number for number in self._never if self._slots[number] not in used}
+        for axis in (self.layout.policy.shard, self.layout.policy.replicas):
+            never.intersection_update(*collectives.exchange(sorted(never), axis))
+        came, self._never = self._never - never, never
+        if self._first and never and self.layout.policy.shard.index == self.layout.policy.replicas.index == 0:
+            names = ", ".join(self._slots[number].spec.name for number in sorted(never))
+            warnings.warn(f"not used in the first step, and left as they are until they are: {names}", stacklevel=2)
+        self._since |= {} if self._first else {self._slots[n]: self.updates.clone() for n in came}
+        if came or self._first:
+            self._lay_out()
+        self._first = False
+
+    def _lay_out(self) -> None:
+        never = {self._slots[number] for number in self._never}
+        special = {b for b in self.layout.buckets if any(s in never or s in self._since for s in b.slots())}
+        self.stretches = {bucket: list(self._stretches_of(bucket, never)) for bucket in special}
+
+    def _stretches_of(self, bucket: Bucket, never: set[Slot]) -> list[Stretch]:
+        """The slice cut where its parameters begin; padding goes with the one before."""
+        first, last, ends = bucket.own_first, bucket.own_last, []
+        start = torch.zeros_like(self.updates)
+        slots = [slot for slot in bucket.slots() if slot.last > first and slot.first < last]
+        for slot, after in zip(slots, [*slots[1:], None], strict=True):
+            end = last if after is None else after.first
+            ends.append((end, None if slot in never else self._since.get(slot, start)))
+        found, at = [], 0
+        for _, some in groupby(ends, key=lambda both: id(both[1])):
+            *_, (end, since) = some
+            found.append((at, end - first, since))
+            at = end - first
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: names of unused parameters, and since how many updates others are used."""
+        since = {slot.spec.name: float(updates) for slot, updates in self._since.items()}
+        return {"never": sorted(self._slots[number].spec.name for number in self._never), "since": since}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Takes up a checkpoint's state; of one without, every parameter counts as used."""
+        state = state or {"never": (), "since": {}}
+        never, since = set(state["never"]), state["since"]
+        self._never = {number for number, slot in enumerate(self._slots) if slot.spec.name in never}
+        named = {slot.spec.name: slot for slot in self._slots}
+        self._since = {named[n]: torch.full_like(self.updates, u) for n, u in since.items() if n in named}
+        self._first = False
+        self._lay_out()
