@@ -1,7 +1,7 @@
 """Covering sets of configurations: few and cheap cases in which every pair of settings that can meet does meet.
 
-    space = Space(SETTINGS, make, cost)
-    cases = space.covering(seed=0)
+space = Space(SETTINGS, make, cost)
+cases = space.covering(seed=0)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Space(Generic[Case]):
                 found.setdefault(pair, []).append(case)
         return found
 
-    def covering(self, seed: int, count: int = 40, sample: int = 60) -> list[Case]:
+    def covering(self, seed: int, count: int = 12, sample: int = 60) -> list[Case]:
         """Few and cheap cases that cover every pair that any case does: greedily, of a random sample, the one with most
         new pairs for the root of its cost."""
         draw = random.Random(seed)

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
 
 import pytest
-import torch
 from torch import Tensor
 
 from tests.covering import Space, Values
 from tests.harness import run_ranks
-from tests.users_cases import BF16, RECOMPUTE, Case, train, truth
+from tests.users_cases import BF16, BUFFERS, RECOMPUTE, Case, train, truth
 from tests.users_models import MODELS
 from tests.users_truths import Result
 
@@ -35,13 +33,11 @@ SETTINGS: dict[str, list[object]] = {
     "schedule": ["1f1b", "gpipe"],
     "bucket_mib": [64.0, 0.002],
 }
-# fp64: the order of sums is all that differs. bf16 has 8 bits: one rounding is up to 0.4 %, sums over tensor ranks are
-# rounded once more, and Adam takes a step of one size whatever the gradient is; so weights are compared by how far a
-# tensor moved, as a whole.
+# fp64: the order of sums is all that differs. bf16 has 8 bits: a rounding is up to 0.4 % of one number, and sums over
+# tensor ranks are rounded once more. Losses and norms are means over many; a weight is compared by the way that its
+# tensor has gone, and was seen to be off by 4 % of it.
 TOLERANCE = 1e-9
-BF16_TOLERANCE = {"loss": 0.01, "norm": 0.03, "moved": 0.2}
-# What is not the same number however a batch is dealt to data ranks: each has a mean of its own.
-DEFINED_EVALUATION: dict[str, Callable[[Case], bool]] = {"buffers": lambda case: case.dp == 1}
+BF16_LOSS, BF16_NORM, BF16_MOVED = 2e-3, 5e-3, 0.1
 
 
 def make(values: Values) -> Case | None:
@@ -69,20 +65,17 @@ SPACE = Space(
 def check(result: Result, wanted: Result, initial: dict[str, Tensor], case: Case) -> None:
     """Raises AssertionError naming what differs."""
     low = case.model in BF16
-    loss, norm = (BF16_TOLERANCE["loss"], BF16_TOLERANCE["norm"]) if low else (TOLERANCE, TOLERANCE)
+    loss, norm = (BF16_LOSS, BF16_NORM) if low else (TOLERANCE, TOLERANCE)
     assert result.losses == pytest.approx(wanted.losses, rel=loss, abs=0), "losses"
     assert result.norms == pytest.approx(wanted.norms, rel=norm, abs=0), "norms"
-    if DEFINED_EVALUATION.get(case.model, lambda case: True)(case):
+    if case.model not in BUFFERS or case.dp == 1:  # each data rank has a mean of its own
         assert result.evaluation == pytest.approx(wanted.evaluation, rel=loss, abs=0), "evaluation"
-    assert wanted.weights.keys() <= result.weights.keys()  # the engine may give buffers as well
+    others = result.weights.keys() - wanted.weights.keys()  # buffers
+    assert wanted.weights.keys() <= result.weights.keys() and bool(others) <= (case.model in BUFFERS), others
     for name, want in wanted.weights.items():
-        if low:
-            moved = float((want - initial[name]).norm())
-            assert float((result.weights[name] - want).norm()) <= BF16_TOLERANCE["moved"] * moved, name
-        else:
-            torch.testing.assert_close(
-                result.weights[name], want, rtol=0.0, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
-            )
+        difference = result.weights[name] - want
+        allowed = BF16_MOVED * (want - initial[name]).norm() if low else TOLERANCE
+        assert (difference.norm() if low else difference.abs().max()) <= allowed, f"{name}: {difference.abs().max()}"
 
 
 Truths = dict[Case, tuple[Result, dict[str, Tensor]]]
@@ -135,5 +128,5 @@ def test_another_covering_set_of_users_models_equals_plain_pytorch(seed: int) ->
 
 def test_the_covering_set_covers_what_any_case_does() -> None:
     cases = SPACE.covering(seed=0)
-    assert set().union(*map(SPACE.pairs, cases)) == set(SPACE.attained(random.Random(99), 60))
+    assert set().union(*map(SPACE.pairs, cases)) == set(SPACE.attained(random.Random(99), 30))
     assert all({getattr(case, name) for case in cases} == set(options) for name, options in SETTINGS.items())

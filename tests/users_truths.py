@@ -248,7 +248,8 @@ def train(name: str, weights: Weights, batches: Sequence[Batch], microbatches: i
         optimizer.step()
     run.step, run.training = len(batches), False
     labels = evaluated["labels"]
-    result.evaluation = float(summed_loss(TRUTHS[name](w, evaluated, run), labels) / (labels >= 0).sum())
+    with torch.no_grad():
+        result.evaluation = float(summed_loss(TRUTHS[name](w, evaluated, run), labels) / (labels >= 0).sum())
     result.weights = {key: value.detach() for key, value in w.items()}
     return result
 
