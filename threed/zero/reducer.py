@@ -7,8 +7,9 @@ of the layers before them goes on. A round is a step where gradients are kept in
 micro-batch where they are slices (stages 2 and 3): there each round's sum is added to this rank's slice.
 
 How many contributions a parameter gets is what it got last time; in the beginning, one for each place it sits in. In a
-wrapped module (`dynamic`) that may change from step to step. What comes after its bucket has left is kept aside, and
-follows at the end of the step: no gradient is lost, and none is counted twice.
+wrapped module (`dynamic`) that may change from step to step, in a model of `threed.layers` it is learnt in the first
+one. What comes after its bucket has left is kept aside, and follows at the end of the step: no gradient is lost, and
+none is counted twice.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from threed.topology import Axis
 from threed.zero.gradients import ByBucket, Gradients, Whole
 from threed.zero.layout import Bucket, Layout, Slot
 from threed.zero.norm import squares
+
+EVER = 2**62  # more contributions than ever come: such a parameter is complete when the round is over
 
 
 @dataclass(eq=False)
@@ -66,6 +69,9 @@ class Sink:
 
     def add(self, grad: Tensor) -> None:
         """Adds a whole gradient."""
+        if self.reducer.is_late(self):
+            self.reducer.keep_aside(self.slot, grad)
+            return
         target = self._target()
         if self.seen:
             target.add_(grad)
@@ -75,34 +81,31 @@ class Sink:
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the matrix product a @ b; in the buffer itself where the dtypes allow."""
-        target = self._target()
-        if a.dtype != target.dtype:
+        if self.reducer.is_late(self) or a.dtype != self.reducer.layout.policy.grad_dtype:
             return self.add(torch.mm(a, b))
+        target = self._target()
         matmul.add_product_(target, a, b, fresh=not self.seen)
         return self._arrived()
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows [n h] at row numbers [n]."""
+        if self.reducer.is_late(self):
+            whole = rows.new_zeros(self.slot.param.shape)
+            return self.add(whole.index_add_(0, index, rows) if len(whole) else whole)
         target = self._target()
         if not self.seen:
             target.zero_()
         if target.shape[0]:
             target.index_add_(0, index, rows.to(target.dtype))
-        self._arrived()
+        return self._arrived()
 
     def take(self, param: Tensor) -> None:
         """Autograd's hook: moves `param.grad` here."""
         if param.grad is not None:
             grad, param.grad = param.grad, None
-            grad = grad.to_dense() if grad.is_sparse else grad
-            if self.reducer.is_late(self):
-                self.reducer.keep_aside(self.slot, grad)
-            else:
-                self.add(grad)
+            self.add(grad.to_dense() if grad.is_sparse else grad)
 
     def _target(self) -> Tensor:
-        if self.reducer.is_late(self):
-            raise too_late(self)
         return self.reducer.memory.view(self.slot)
 
     def _arrived(self) -> None:
@@ -126,8 +129,9 @@ def _taken_by(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
 def too_late(sink: Sink) -> RuntimeError:
     """What is wrong where a gradient comes after its parameter was complete, and may not."""
     return RuntimeError(
-        f"{sink.slot.spec.name}: a gradient came after its {sink.seen} expected contributions; a layer of threed.layers"
-        " that runs more than once per micro-batch is not supported"
+        f"{sink.slot.spec.name}: a gradient came after the {sink.uses} of a micro-batch that the first step had, and"
+        " after its bucket had left: how often this layer runs depends on the data; give the pipeline layer the"
+        " attribute `runs_vary = True`"
     )
 
 
@@ -140,13 +144,14 @@ class Reducer:
 
     def __init__(self, layout: Layout, wire: torch.dtype | None = None, dynamic: bool = False) -> None:
         self.layout, self.wire, self.dynamic = layout, wire, dynamic
+        self._learning = True  # until the first step is over
         self.rounds = layout.policy.slices_gradients
         self.memory: Gradients = ByBucket(layout) if self.rounds else Whole(layout)
         self._sinks: dict[Slot, Sink] = {}
         self._buckets_of: dict[Slot, list[int]] = {}
         for group in layout.groups:
             for slot in group.slots if group.kind.trainable else ():
-                sink = Sink(self, slot, 1 if dynamic else len(slot.places))
+                sink = Sink(self, slot, 1 if dynamic else EVER if slot.varies else len(slot.places))
                 slot.param.sink = sink  # type: ignore[attr-defined]
                 slot.param.register_post_accumulate_grad_hook(_taken_by(weakref.ref(sink)))
                 self._sinks[slot] = sink
@@ -266,9 +271,9 @@ class Reducer:
         """No more gradients will come in this round: what never got one counts as zero, and every bucket leaves."""
         while self._begun < len(self.layout.buckets):
             self._start()
-        if self.dynamic:
-            for sink in self.sinks:
-                sink.uses = -(-(sink.seen + sink.late) // self._passes)
+        for sink in self.sinks if self.dynamic or self._learning else ():
+            uses = -(-(sink.seen + sink.late) // self._passes)
+            sink.uses = uses if self.dynamic else max(sink.uses, uses)
 
     def all_passes_ended(self, chunk: int = 0) -> None:
         """The step's backwards are over; gradients that are kept in full leave."""
@@ -284,25 +289,27 @@ class Reducer:
             self._arrive()
         if any(group.sliced for group in self.layout.groups):
             self.memory.trim()  # gathered parameters are the next to need memory
-        if self.dynamic:
+        if self.dynamic or self._learning:
             self._send_what_was_late()
+        self._learning = False
         return self._sum_rest()
 
     def _sum_rest(self) -> list[Gradient]:
-        """Each bucket's slice, summed over the axes that are left, one after the other in the same order everywhere."""
-        sums: list[Pending | None] = []
-        for bucket in self.layout.buckets:
+        """Each bucket's slice, summed over the axes that are left: one after the other, in the order of groups, which
+        ranks have in common where they share a group. In the order of completion stages would wait in a circle."""
+        sums: dict[Bucket, Pending] = {}
+        for bucket in (bucket for group in self.layout.groups if group.kind.trainable for bucket in group.buckets):
             device = bucket.group.params.device
             if isinstance(bucket.grad, InMemory) and bucket.grad.device == device:
-                sums.append(self._sum_over(bucket.grad.tensor, _rest(bucket)))
-                continue
-            sums.append(None)
-            if _rest(bucket):
+                sums[bucket] = self._sum_over(bucket.grad.tensor, _rest(bucket))
+            elif _rest(bucket):
                 loan = bucket.grad.fetch()
                 own = loan.wait()
                 own.copy_(self._sum_over(own.to(device), _rest(bucket)).wait())
                 self._put_back(bucket, loan, complete=True)
-        return [self._gradient(bucket, total) for bucket, total in zip(self.layout.buckets, sums, strict=True)]
+        for pending in sums.values():
+            pending.wait()
+        return [self._gradient(bucket, sums.get(bucket)) for bucket in self.layout.buckets]
 
     def _gradient(self, bucket: Bucket, total: Pending | None) -> Gradient:
         home = bucket.grad if total is None else InMemory(total.wait())
@@ -320,13 +327,12 @@ class Reducer:
     # ------------------------------------------------------------------------------------- gradients that came too late
 
     def is_late(self, sink: Sink) -> bool:
-        """Whether a contribution would come after its parameter was complete and may have left."""
-        complete = sink.due <= 0 and sink.seen > 0
-        return complete or any(number < self._begun for number in self._buckets_of.get(sink.slot, ()))
+        """Whether a contribution would come after its parameter, or a part of it, has left."""
+        return any(number < self._begun for number in self._buckets_of.get(sink.slot, ()))
 
     def keep_aside(self, slot: Slot, grad: Tensor) -> None:
         """Adds up what came too late in this step."""
-        if not self.dynamic:
+        if not (self.dynamic or self._learning):
             raise too_late(self.sink_of(slot))
         self.sink_of(slot).late += 1
         if slot in self._aside:
