@@ -1,0 +1,69 @@
+"""Covering sets of configurations: few and cheap cases in which every pair of settings that can meet does meet.
+
+space = Space(SETTINGS, make, cost)
+cases = space.covering(seed=0)
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Case = TypeVar("Case")
+Values = Mapping[str, object]
+Pair = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Space(Generic[Case]):
+    """All cases of some settings.
+
+    settings: what each may be. make: the case of one value each, in which what has no meaning is set to one value, so
+    that duplicates are seen; None where there is no such case. A case has its settings as attributes, and is hashable.
+    cost: what a case takes, in any unit. shape: what else there is to cover, one thing a case.
+    """
+
+    settings: Mapping[str, Sequence[object]]
+    make: Callable[[Values], Case | None]
+    cost: Callable[[Case], float]
+    shape: Callable[[Case], object] = lambda case: None
+
+    def pairs(self, case: Case) -> set[Pair]:
+        """The pairs of settings that a case covers, and its shape."""
+        items = [(name, getattr(case, name)) for name in self.settings]
+        return {("shape", self.shape(case)), *((*a, *b) for a, b in itertools.combinations(items, 2))}
+
+    def drawn(self, draw: random.Random, fixed: Values, count: int) -> Iterator[Case]:
+        """Cases at random, but for some settings; as many draws as `count`, which may come to nothing."""
+        for _ in range(count):
+            case = self.make({name: draw.choice(options) for name, options in self.settings.items()} | dict(fixed))
+            if case is not None:
+                yield case
+
+    def attained(self, draw: random.Random, count: int) -> dict[Pair, list[Case]]:
+        """Every pair that some case covers, and such cases; `count` draws for each two values of two settings."""
+        cases = dict[Case, None]()  # in the order of drawing: a set's differs from process to process
+        for (a, first), (b, second) in itertools.combinations(self.settings.items(), 2):
+            for one, other in itertools.product(first, second):
+                cases |= dict.fromkeys(self.drawn(draw, {a: one, b: other}, count))
+        found: dict[Pair, list[Case]] = {}
+        for case in cases:
+            for pair in self.pairs(case):
+                found.setdefault(pair, []).append(case)
+        return found
+
+    def covering(self, seed: int, count: int = 12, sample: int = 60) -> list[Case]:
+        """Few and cheap cases that cover every pair that any case does: greedily, of a random sample, the one with most
+        new pairs for the root of its cost."""
+        draw = random.Random(seed)
+        found = self.attained(draw, count)
+        missing, chosen = set(found), list[Case]()
+        while missing:
+            able = found[min(missing, key=repr)]
+            some = draw.sample(able, min(len(able), sample))
+            chosen.append(max(some, key=lambda case: len(self.pairs(case) & missing) / self.cost(case) ** 0.5))
+            missing -= self.pairs(chosen[-1])
+        return chosen
