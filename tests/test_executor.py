@@ -24,7 +24,7 @@ from tests.test_equivalence import check as check_result
 from threed import schedules
 from threed.collectives import Pending, done
 from threed.layers import MicroBatch
-from threed.pipeline.executor import Boundary, Executor
+from threed.pipeline.executor import Executor
 from threed.pipeline.stage import Stage, Whole
 from threed.pipeline.transport import Links, Transport
 from threed.planner import LayerCost, gathering
@@ -57,7 +57,6 @@ TRANSPORTS: dict[str, Callable[[Topology], Transport]] = {"gloo": Links, "rendez
 # --------------------------------------------------------------------------------------------------- a small model
 
 H, S, B, LAYERS = 4, 3, 2, 6
-BOUNDARY = Boundary((S, B, H), torch.float64, torch.device("cpu"))
 
 
 class First(nn.Module):
@@ -164,7 +163,7 @@ def run_plan(plan: Plan, transport: Transport, rank: int, prefetch: int = 1) -> 
     stages = [Stage([layers[i] for i in part], gatherer, prefetch, part.start) for part in held]
     executor = Executor(stages, transport, rank, reduced.append)
     executor.spans = []
-    outputs = executor.run(plan, micros(plan.microbatches, not plan.forward_only), BOUNDARY)
+    outputs = executor.run(plan, micros(plan.microbatches, not plan.forward_only))
     losses, grads = serial(plan.microbatches, not plan.forward_only)
     ends = any(LAYERS - 1 in part for part in held)
     assert len(outputs) == (plan.microbatches if ends else 0)
@@ -298,7 +297,7 @@ def test_a_message_to_nobody_is_refused_by_rank_and_action() -> None:
     for text, complaint in (("F0.0 SF0.0", "SF0.0 has nobody to send to"), ("RF0.0", "RF0.0 has nobody to receive")):
         plan = Plan("wrong", 1, 1, 1, (tuple(Action.parse(word) for word in text.split()),))
         with pytest.raises(ValueError, match=f"plan wrong: rank 0: {complaint}"):
-            Executor([Stage(model(), Whole())], Links(Topology()), 0).run(plan, micros(1), BOUNDARY)
+            Executor([Stage(model(), Whole())], Links(Topology()), 0).run(plan, micros(1))
 
 
 # -------------------------------------------------------------------------------------------------- the whole engine

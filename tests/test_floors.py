@@ -42,6 +42,7 @@ FLOORS = {
     "threed.ds_config": 5,
     "threed.batches": 6,
     "threed.engine": 6,
+    "threed.metrics": 6,
     "threed.deepspeed": 6,
     "threed.forecast": 6,
     "threed.sampling": 6,

@@ -102,7 +102,7 @@ def passes(recomputed: Recomputed) -> tuple[list[Tensor], int]:
     stage, grads = Stage(layers, Whole(), recomputed=recomputed), []
     x = torch.ones(2, 3, 4)
     for m in range(2):
-        stage.forward(m, x + m, MicroBatch())
+        stage.forward(m, (x + m).requires_grad_(), MicroBatch())
     for m in range(2):
         dx = stage.backward(m, torch.ones(2, 3, 4))
         assert dx is not None
@@ -157,7 +157,7 @@ def test_weights_are_gathered_once_for_recompute_and_backward(prefetch: int) -> 
     for recomputed in (Recomputed(), Recomputed(frozenset(range(4)), Keeper(None, None, CPU))):
         gatherer = Vanishing(layers, range(4))
         stage = Stage(layers, gatherer, prefetch, recomputed=recomputed)
-        stage.forward(0, torch.ones(2, 4), MicroBatch())
+        stage.forward(0, torch.ones(2, 4, requires_grad=True), MicroBatch())
         dx = stage.backward(0, torch.ones(2, 4))
         assert dx is not None
         assert dx.isfinite().all()

@@ -185,7 +185,7 @@ def test_weights_are_whole_where_operations_are_computed_again() -> None:
             selective.install(layers[unit])
         gatherer = Vanishing(layers, range(3))
         stage = Stage(layers, gatherer, recomputed=Recomputed(frozenset(units), selective=selective))
-        stage.forward(0, torch.ones(2, 4), MicroBatch())
+        stage.forward(0, torch.ones(2, 4, requires_grad=True), MicroBatch())
         dx = stage.backward(0, torch.ones(2, 4))
         assert [gatherer.gathers[unit] for unit in range(3)] == [1 + (unit in units) for unit in range(3)]
         found.append([dx, *(layer.bias.grad for layer in layers)])

@@ -79,11 +79,16 @@ def test_slices_over_the_internal_chunk_size_are_parts_of_the_whole() -> None:
     assert torch.equal(rng.normal(3, "w", (shape[0] * shape[1],), (0,), (shape[0] * shape[1],)), full.view(-1))
 
 
-def test_a_tensor_of_three_dimensions_is_cut_along_the_first_only() -> None:
-    full = whole((6, 3, 5))
-    assert torch.equal(rng.normal(3, "w", (6, 3, 5), (2, 0, 0), (3, 3, 5)), full[2:5])
-    with pytest.raises(ValueError, match="w: only matrices are cut"):
-        rng.normal(3, "w", (6, 3, 5), (0, 1, 0), (6, 2, 5))
+@given(st.lists(st.integers(1, 7), max_size=4), st.data())
+def test_any_box_of_a_tensor_of_any_number_of_dimensions_is_that_part_of_the_whole(
+    shape: list[int], data: st.DataObject
+) -> None:
+    start = [data.draw(st.integers(0, n - 1)) for n in shape]
+    size = [data.draw(st.integers(0, n - first)) for first, n in zip(start, shape, strict=True)]
+    part = rng.normal(3, "w", shape, start, size)
+    assert part.shape == tuple(size)
+    inside = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))
+    assert torch.equal(part, whole(tuple(shape))[inside])
 
 
 @given(boxes_of_matrices(), st.data())

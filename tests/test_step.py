@@ -15,6 +15,7 @@ from tests.configs import Case, batch, config_of, engine_of, share
 from tests.harness import run_ranks
 from threed.config import Config
 from threed.engine import Engine, StepMetrics
+from threed.metrics import DataError
 from threed.zero.norm import squares
 from threed.zero.reducer import Gradient
 
@@ -141,7 +142,9 @@ def test_a_bad_loss_skips_on_one_process_too() -> None:
     engine.layout.slots[0].param.data[0] = float("nan")
     poisoned = state(engine)
     metrics = engine.step(data(engine))
-    assert metrics.loss != metrics.loss
+    assert metrics.loss_tensor.isnan()
+    with pytest.raises(DataError, match="step 1: the loss is no number"):
+        metrics.loss  # noqa: B018  reading it is the test
     assert metrics.skipped == 1
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(state(engine), poisoned, strict=True))
     engine.layout.slots[0].param.data.copy_(

@@ -17,7 +17,7 @@ from threed import collectives
 from threed.config import Config
 from threed.layers import MicroBatch
 from threed.models import Model, Wrapped
-from threed.models.counting import with_some_label
+from threed.models.counting import count_items, with_some_label
 from threed.precision import dtype
 from threed.topology import Topology
 
@@ -29,8 +29,8 @@ class Batches:
 
     def __init__(self, model: Model, topology: Topology, config: Config) -> None:
         self.wrapped = model if isinstance(model, Wrapped) else None
-        self.topology = topology
-        self.size = config.train.micro_batch
+        self.topology, self.slicing = topology, model.slicing
+        self.size, self.global_batch = config.train.micro_batch, config.train.global_batch
         self.dtype = dtype(config.precision.dtype)
         self.last_stage = topology.axis("pp").index == topology.pp - 1
 
@@ -49,24 +49,51 @@ class Batches:
             raise ValueError(f"this rank's batch of {rows} sequences is not a multiple of micro-batch {self.size}")
         return rows
 
+    def _equal_rows(self, rows: int, training: bool) -> None:
+        """Raises ValueError where data ranks pass different numbers of rows: they would lose each other. A step does
+        not ask the other ranks: its rows are known."""
+        data = self.topology.axis("dp")
+        if data.size == 1:
+            return
+        due = self.global_batch // data.size
+        if training and rows != due:
+            raise ValueError(
+                f"data rank {data.index} got a batch of {rows} rows; each of the {data.size} data ranks must get"
+                f" train.global_batch / dp = {due}"
+            )
+        if not training and len(set(everyone := collectives.exchange(rows, data))) > 1:
+            raise ValueError(
+                f"data ranks evaluate different numbers of rows, {everyone}: give each of them equally many"
+            )
+
     def micro_batches(
         self, batch: Batch, step: int, consumed: int, scale: Tensor | float, training: bool
     ) -> list[MicroBatch]:
         """The micro-batches of a batch.
 
-        batch: 'tokens' and 'labels' [b s] and maybe 'samples' [b]; for a wrapped module its keyword arguments [b ...].
-        consumed: samples of the global batches before. scale: the loss scale. Collective.
+        batch: tensors [b ...], every pipeline stage of a data rank the same: maybe 'tokens' [b s], integer 'labels'
+        [b ...] (those below 0 are not counted; without labels rows are), 'samples' [b], and whatever else the model
+        reads from `MicroBatch.inputs`; for a wrapped module its keyword arguments. consumed: samples of the global
+        batches before. scale: the loss scale. Collective.
         """
         rows = self.rows(batch)
+        self._equal_rows(rows, training)
         if self.wrapped is not None:
             return self._of_a_module(self.wrapped, batch, rows // self.size, step, scale, training)
-        device = self.topology.device
-        tokens, labels = batch["tokens"].to(device), batch["labels"].to(device)
+        if "tokens" in batch:
+            self.slicing.rows(batch["tokens"].shape[1])  # refuses what cannot be cut over tensor ranks
+        whole = {key: self._placed(value) for key, value in batch.items()}
         first = consumed + self.topology.axis("dp").index * rows
-        samples = batch["samples"] if "samples" in batch else torch.arange(first, first + rows)
-        weight = self._weight((labels >= 0).sum().double(), scale)
-        cut = (tokens.split(self.size), labels.split(self.size), samples.to(device).split(self.size))
-        return [MicroBatch(t, y, n, weight, step, training) for t, y, n in zip(*cut, strict=True)]
+        whole.setdefault("samples", torch.arange(first, first + rows, device=self.topology.device))
+        weight = self._weight(count_items(whole, shifted=False), scale)
+        return [
+            self._micro_batch({key: value[at : at + self.size] for key, value in whole.items()}, weight, step, training)
+            for at in range(0, rows, self.size)
+        ]
+
+    def _micro_batch(self, part: dict[str, Tensor], weight: Tensor | None, step: int, training: bool) -> MicroBatch:
+        tokens, labels, samples = (part.pop(key, None) for key in ("tokens", "labels", "samples"))
+        return MicroBatch(tokens, labels, samples, weight, step, training, part or None)
 
     def _of_a_module(
         self, wrapped: Wrapped, batch: Batch, count: int, step: int, scale: Tensor | float, training: bool

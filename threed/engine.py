@@ -17,7 +17,6 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,10 +29,12 @@ from threed.checkpoint import native
 from threed.checks import find_refusals
 from threed.config import Config, ConfigError, resolve
 from threed.layers import MicroBatch
+from threed.metrics import StepMetrics as StepMetrics
 from threed.models import Model, Wrapped
-from threed.models.wrapped import find_references, find_renormalised
+from threed.models.check import check
+from threed.models.wrapped import find_problems
 from threed.pipeline import build, checkpoints
-from threed.pipeline.executor import Boundary, Executor, Span
+from threed.pipeline.executor import Executor, Span
 from threed.pipeline.stage import Stage, Whole
 from threed.pipeline.transport import Links, Transport
 from threed.precision import LossScale, dtype
@@ -52,54 +53,6 @@ from threed.zero.reducer import Reducer
 from threed.zero.unused import Unused
 
 PHASES = ("fwd_bwd_s", "dp_comm_s", "optim_s")
-
-
-@dataclass(frozen=True, eq=False)
-class StepMetrics:
-    """What one step found out; reading a property waits for the device.
-
-    tokens: of the global batch. seconds: host time of the step's phases (fwd_bwd_s, dp_comm_s: what of the gradient
-    reduction was left to wait for, optim_s).
-    """
-
-    step: int
-    tokens: int
-    _loss: Tensor
-    _grad_norm: Tensor
-    _lr: Tensor
-    _loss_scale: Tensor
-    _skipped: Tensor
-    seconds: Mapping[str, float]
-
-    @property
-    def loss(self) -> float:
-        """The global batch's mean token loss before the update, in nats."""
-        return float(self._loss)
-
-    @property
-    def loss_tensor(self) -> Tensor:
-        """The same as a scalar tensor, which nobody has to wait for."""
-        return self._loss
-
-    @property
-    def grad_norm(self) -> float:
-        """The global gradient norm before clipping."""
-        return float(self._grad_norm)
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of this update."""
-        return float(self._lr)
-
-    @property
-    def loss_scale(self) -> float:
-        """What the loss of this step was multiplied with for its backward."""
-        return float(self._loss_scale)
-
-    @property
-    def skipped(self) -> int:
-        """Steps skipped so far because a gradient was not finite."""
-        return int(self._skipped)
 
 
 @functools.lru_cache(maxsize=32)
@@ -144,7 +97,6 @@ class Engine:
         self.changes: Changes | None = None
         self.steps = self.consumed = 0
         self._begun = False
-        self.dtype = dtype(config.precision.dtype)
         self._check_same_configuration()
         self.batches = Batches(self.model, topology, config)
         mine = self._lay_out()
@@ -165,8 +117,9 @@ class Engine:
             mine, Whole() if self.wrapped else self.gatherer, config.zero.prefetch, recomputed=self._recomputed
         )  # fmt: skip
         self.executor = Executor(
-            [stage], transport or Links(topology), self.stage_index, self.reducer.all_passes_ended, self._pass_ended
-        )
+            [stage], transport or Links(topology), self.stage_index, self.reducer.all_passes_ended, self._pass_ended,
+            device=topology.device, varying=getattr(self.model, "boundaries_vary", False),
+        )  # fmt: skip
 
     def _as_model(self, model: Model | nn.Module) -> Model:
         if not isinstance(model, nn.Module) or hasattr(model, "slicing"):  # of threed.layers, or wrapped already
@@ -180,6 +133,10 @@ class Engine:
     def _lay_out(self) -> list[nn.Module]:
         """Cuts the model into stages, lays out this rank's parameters, and gives its layers."""
         config, topology, layers = self.config, self.topology, self.model.layers()
+        if self.wrapped is None:
+            check(layers, self.model.slicing, topology.axis("tp"), topology.axis("world"))
+        modules = [module for layer in layers for module in layer.modules()]
+        self.flags = [flag for module in modules for flag in getattr(module, "data_flags", ())]
         setup.check_groups(config.optim, layers)
         costs = self.model.costs(config.train.micro_batch)
         if config.recompute.mode == "full":
@@ -192,17 +149,10 @@ class Engine:
         self._recomputed = checkpoints.build(config, own, held, self.model.slicing, topology)
         tied = build.tied_weights(layers, self.ranges)
         axes = {name for name in setup.shard_axes(config, topology) if name}
-        topology.prepare(build.blocks(layers) | axes, tied.values())
+        topology.prepare(build.blocks(layers) | axes, [tie.stages for tie in tied.values()])
         units = mine if self.wrapped is None else self.wrapped.units
-        if self.wrapped is not None and topology.dp > 1 and (renorm := find_renormalised(self.wrapped.module)):
-            fix = (
-                "each data rank would change the rows it sees only; normalise rows in the forward, or use one data rank"
-            )
-            raise ConfigError([f"{', '.join(renorm)}: an embedding with max_norm: {fix}"])
-        if self.wrapped is not None and config.zero.stage == 3 and (beside := find_references(self.wrapped.module)):
-            raise ConfigError(
-                [f"--zero.stage 3: {', '.join(beside)} refer to parameters that will be slices; use stage 2"]
-            )
+        if self.wrapped is not None and (p := find_problems(self.wrapped.module, topology.dp, config.zero.stage)):
+            raise ConfigError(p)
         self.layout = layout.build(units, tied, topology, setup.policy(config, topology))
         setup.size_buffers(self.layout, config, len(setup.rule(config.optim).parts))
         trainable = collectives.exchange(bool(self.layout.buckets), topology.axis("world"))
@@ -227,7 +177,7 @@ class Engine:
         if self.wrapped is None:
             table.install((m for layer in mine for m in layer.modules()), self.layout, self.gatherer)
             return None
-        self.wrapped.initialised(self.topology.device, self.dtype)
+        self.wrapped.initialised(self.topology.device, self.batches.dtype)
         self.reducer.unused = self.optimizer.unused = Unused(self.layout, self.optimizer.updates)
         self.changes = Changes(self.layout, self.optimizer, self.gatherer)
         w, ahead = self.wrapped, self.config.zero.prefetch
@@ -246,14 +196,19 @@ class Engine:
                 )
 
     def _check_same_buckets(self) -> None:
-        """Makes sure that data ranks will sum the same things: a model that is built in another order on one of them
-        has buckets of the same sizes with other parameters in them."""
-        everything = (*self.layout.buckets, *self.layout.frozen)
-        cuts = [(b.first, b.last, [(s.spec.name, s.first) for s in b.slots()]) for b in everything]
-        mine, data = hashlib.sha256(repr(cuts).encode()).hexdigest(), self.topology.axis("dp")
-        for rank, other in zip(data.ranks, collectives.exchange(mine, data), strict=True):
-            if other != mine:
-                raise ValueError(f"rank {rank} cut its parameters into other buckets than rank {self.topology.rank}")
+        """Makes sure that ranks will sum the same things, along every axis: a model that is built in another order on
+        one of them has buckets of the same sizes with other parameters in them."""
+        for axis in self.topology.shared_axes():
+            data = axis is self.topology.axis("dp")
+            everything = [*self.layout.buckets, *self.layout.frozen]  # in the order of completion, that of data ranks
+            summed = [b for group in self.layout.groups if axis in group.sums for b in group.buckets]
+            buckets = everything if data else summed
+            cuts = [(b.first, b.last, [(s.spec.name, s.first) for s in b.slots()]) for b in buckets]
+            mine = hashlib.sha256(repr(cuts).encode()).hexdigest()
+            for rank, other in zip(axis.ranks, collectives.exchange(mine, axis), strict=True):
+                if other != mine:
+                    this = self.topology.rank
+                    raise ValueError(f"rank {rank} cut its parameters into other buckets than rank {this}")
 
     # ------------------------------------------------------------------------------------------------------- running
 
@@ -268,7 +223,7 @@ class Engine:
         self.begin(len(micros))
         plan = self._plan(self.config.parallel.schedule, len(micros))
         with own_backward(self.reducer):
-            losses = self.executor.run(plan, micros, self._boundary(batch))
+            losses = self.executor.run(plan, micros)
         self._backwards_s = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
         metrics = self.update(self._carry(losses), tokens)
@@ -278,6 +233,7 @@ class Engine:
     def begin(self, microbatches: int) -> None:
         """Begins an optimizer step of so many micro-batches; `step` does this by itself."""
         self._forwards_ended()  # nothing is left of a step that an error broke off
+        self._clear_flags()
         self.reducer.begin(microbatches)
         self._begun, self._backwards_s = True, 0.0
 
@@ -314,13 +270,15 @@ class Engine:
         self._take_in()
         gradients = self.reducer.finish()
         times.append(time.perf_counter())
-        update = self.optimizer.step(gradients, loss)
+        carry = torch.cat((loss, *(flag.take(loss.device).view(1) for flag in self.flags)))
+        update = self.optimizer.step(gradients, carry)
         times.append(time.perf_counter())
         self.steps += 1
         seconds = dict(zip(PHASES, (self._backwards_s, times[1] - times[0], times[2] - times[1]), strict=True))
         return StepMetrics(
             self.steps, tokens, update.sums[0], update.grad_norm, update.lr, update.loss_scale,
-            self.optimizer.skips.clone(), seconds,
+            self.optimizer.skips.clone(), seconds, update.sums[1:], tuple(flag.what for flag in self.flags),
+            self.optimizer.scaler.rule.dynamic,
         )  # fmt: skip
 
     def _pass_ended(self, chunk: int = 0) -> None:
@@ -329,20 +287,28 @@ class Engine:
             self.hooks.pass_ended()
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """The mean token loss (scalar tensor, on every rank) of this data rank's share of a batch, without training."""
-        micros = self._micro_batches(batch, training=False)
-        with nullcontext() if self.wrapped is None else self.wrapped.evaluating():
-            losses = self.executor.run(self._plan("forward-only", len(micros)), micros, self._boundary(batch))
-        self._forwards_ended()
-        return collectives.sum_of_scalars(self._carry(losses, 1.0), self.topology.axis("world"))[0]
+        """The mean token loss (scalar tensor, on every rank) of this data rank's share of a batch, without training; no
+        number (NaN) where the batch has ids beyond the vocabulary."""
+        self._clear_flags()
+        with torch.inference_mode(False), nullcontext() if self.wrapped is None else self.wrapped.evaluating():
+            micros = self._micro_batches(batch, training=False)
+            losses = self.executor.run(self._plan("forward-only", len(micros)), micros)
+            self._forwards_ended()
+            carry = torch.cat((self._carry(losses, 1.0), *(f.take(self.topology.device).view(1) for f in self.flags)))
+            sums = collectives.sum_of_scalars(carry, self.topology.axis("world"))
+            return torch.where(sums[1:].any(), torch.nan, sums[0])
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Logits [b s v/t] of tokens [b s], cut by vocabulary, on the last stage; None on the others."""
-        micro = MicroBatch(tokens.to(self.topology.device), training=False)
-        boundary = self._boundary({"tokens": tokens}, len(tokens))
-        outputs = self.executor.run(self._plan("forward-only", 1), [micro], boundary)
-        self._forwards_ended()
-        return outputs[0].transpose(0, 1) if outputs else None
+        with torch.inference_mode(False):
+            micro = MicroBatch(tokens.to(self.topology.device), training=False)
+            outputs = self.executor.run(self._plan("forward-only", 1), [micro])
+            self._forwards_ended()
+            return outputs[0].transpose(0, 1) if outputs else None
+
+    def _clear_flags(self) -> None:
+        for flag in self.flags:
+            flag.take(self.topology.device)
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
@@ -351,9 +317,7 @@ class Engine:
         module = self.module
         self._take_in()
         self.optimizer.settle()
-        for group in self.layout.groups:
-            if group.sliced:
-                self.gatherer.open(group, BY_HAND)
+        self.gatherer.open_all(BY_HAND)
         try:
             yield module
         finally:
@@ -380,12 +344,6 @@ class Engine:
     def _micro_batches(self, batch: Batch, training: bool) -> list[MicroBatch]:
         scale = self.optimizer.scaler.scale if training else 1.0
         return self.batches.micro_batches(batch, self.steps, self.consumed, scale, training)
-
-    def _boundary(self, batch: Batch, rows: int | None = None) -> Boundary:
-        length = 0 if self.wrapped is not None else batch["tokens"].shape[1]
-        first, last = self.model.slicing.rows(length)
-        shape = (last - first, rows or self.config.train.micro_batch, self.model.hidden)
-        return Boundary(shape, self.dtype, self.topology.device)
 
     def _plan(self, schedule: str, microbatches: int) -> Plan:
         return lowered(schedule, self.topology.pp, microbatches, self.config.zero.stage == 3)

@@ -92,21 +92,25 @@ def _normal_range(first: int, last: int, stream: tuple[int, int]) -> Tensor:
 def normal(seed: int, name: str, shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Tensor:
     """Standard normals, fp32 [*size]: the box at `start` of the global tensor `name` of `shape`.
 
-    Only the box is made: whole rows as one range; a cut in columns row by row in blocks, with its unaligned ends.
+    Only the box is made: the runs of elements that lie side by side, each with its unaligned ends.
     """
-    stream, row = key(seed, name), math.prod(shape[1:])
+    stream = key(seed, name)
     if 0 in size:
-        return torch.empty(*size)
-    if list(size[1:]) == list(shape[1:]):
-        return _normal_range(start[0] * row, (start[0] + size[0]) * row, stream).view(*size)
-    if len(shape) != 2:
-        raise ValueError(f"{name}: only matrices are cut along another dimension than the first")
-    # Cut in columns: the blocks that cover the columns of each row, then the ends trimmed.
-    begins = (torch.arange(start[0], start[0] + size[0]) * row + start[1]).view(-1, 1)
-    width = (size[1] + 6) // 4
-    blocks = begins // 4 + torch.arange(width)
-    lanes = _in_chunks(blocks.view(-1), stream).view(size[0], 4 * width)
-    return lanes.gather(1, begins % 4 + torch.arange(size[1]))
+        return torch.empty(tuple(size))
+    cut = max((d for d in range(len(shape)) if size[d] != shape[d]), default=0)  # from here on runs are whole
+    run = math.prod(size[cut:])
+    begins = torch.zeros(1, dtype=torch.int64)
+    for d in range(cut):
+        index = torch.arange(start[d], start[d] + size[d]) * math.prod(shape[d + 1 :])
+        begins = (begins.view(-1, 1) + index).view(-1)
+    begins += start[cut] * math.prod(shape[cut + 1 :]) if shape else 0
+    if len(begins) == 1:
+        first = int(begins)
+        return _normal_range(first, first + run, stream).view(tuple(size))
+    width = (run + 6) // 4  # the blocks that cover a run wherever it begins
+    blocks = (begins // 4).view(-1, 1) + torch.arange(width)
+    lanes = _in_chunks(blocks.view(-1), stream).view(len(begins), 4 * width)
+    return lanes.gather(1, (begins % 4).view(-1, 1) + torch.arange(run)).view(tuple(size))
 
 
 def _in_chunks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:

@@ -20,6 +20,10 @@ from torch import Tensor, nn
 from threed import rng
 
 
+class ModelError(ValueError):
+    """A model that cannot be right in some topology: names the layer and the parameter, and says what to do."""
+
+
 @dataclass(frozen=True)
 class Init:
     """How a global tensor begins: normal with a standard deviation, or constant (std 0) at `value`."""
@@ -72,7 +76,7 @@ def parameter(spec: ShardSpec, shape: Sequence[int]) -> nn.Parameter:
     """A parameter on the meta device with its record; it gets storage when its pipeline stage is built."""
     if sum(piece.numel for piece in spec.pieces) != math.prod(shape):
         raise ValueError(f"{spec.name}: pieces do not fill the local shape {tuple(shape)}")
-    return attach(nn.Parameter(torch.empty(*shape, device="meta")), spec)
+    return attach(nn.Parameter(torch.empty(tuple(shape), device="meta")), spec)
 
 
 def attach(param: nn.Parameter, spec: ShardSpec) -> nn.Parameter:

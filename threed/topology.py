@@ -154,6 +154,12 @@ class Topology:
         """The channel from stage `source` to stage `target`, of which this rank is one end."""
         return self._links[source, target]
 
+    def shared_axes(self) -> list[Axis]:
+        """The axes that gradients may be summed over and this rank is on, in one order that all ranks share."""
+        lines = [self._axes[name] for name in sorted(self._axes) if name not in ("pp", "world") and "@" not in name]
+        ties = [self._ties[stages] for stages in sorted(self._ties)]
+        return [axis for axis in (*lines, *ties) if axis.size > 1 and axis.index >= 0]
+
     @property
     def pp(self) -> int:
         return self.sizes["pp"]
@@ -203,6 +209,16 @@ def grid_sizes(world: int, *, pp: int, dp: int | None, cp: int, tp: int) -> dict
         need = f"tp {tp} x pp {pp} x cp {cp}" + (f" x dp {dp} = {rest * dp}" if dp else f" = {rest}, times dp")
         raise ValueError(f"world size {world} is not {need}: start {rest * (dp or 1)} ranks, or change the sizes")
     return {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+
+
+def same_place(name: str | None, index: int, size: int) -> int:
+    """A number that those indices of an axis of `size` ranks have in common between which the derived axis `name`
+    ("tp", "tp/2", "tp%2") runs; without a name each has its own."""
+    if name is None:
+        return index
+    _, kind, width = _DERIVED.fullmatch(name).groups()  # type: ignore[union-attr]
+    n = int(width) if width else size
+    return index % n if kind == "%" else index // n
 
 
 def coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:

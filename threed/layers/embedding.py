@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.collectives import split
-from threed.layers.slicing import Slicing, sink_of
+from threed.layers.slicing import Flag, Slicing, sink_of
 from threed.sharding import Init, Piece, ShardSpec, matrix, parameter
 
 
@@ -55,11 +55,13 @@ class VocabEmbedding(nn.Module):
 
     def __init__(self, name: str, vocab: int, hidden: int, slicing: Slicing, *, std: float = 0.02) -> None:
         super().__init__()
-        self.slicing = slicing
+        self.slicing, self.vocab = slicing, vocab
         self.first, _ = split(vocab, slicing.tp.size, slicing.tp.index)
         self.weight = vocab_table(f"{name}.weight", vocab, hidden, slicing, std)
+        self.data_flags = (Flag(f"token ids beyond the {vocab} of {name}"),)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        self.data_flags[0].note((tokens < 0) | (tokens >= self.vocab))
         x: Tensor = _Lookup.apply(tokens.t(), self.weight, self.first)
         total = collectives.scatter_to if self.slicing.scattered else collectives.reduce_from
         return total(x, self.slicing.tp)

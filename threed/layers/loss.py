@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from threed.collectives import split
 from threed.layers.embedding import vocab_table
 from threed.layers.linear import linear
-from threed.layers.slicing import MicroBatch, Slicing
+from threed.layers.slicing import Flag, MicroBatch, Slicing
 from threed.ops.cross_entropy import vocab_parallel_cross_entropy
 
 
@@ -36,11 +36,13 @@ class LanguageModelHead(nn.Module):
         self.slicing, self.norm = slicing, norm
         self.first, _ = split(vocab, slicing.tp.size, slicing.tp.index)
         self.weight = vocab_table(weight_name, vocab, hidden, slicing, std)
+        self.vocab, self.data_flags = vocab, (Flag(f"labels beyond the {vocab} of {name}"),)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         logits = linear(self.norm(x), self.weight, None, self.slicing.tp, self.slicing.scattered)
         if micro.labels is None:
             return logits
+        self.data_flags[0].note(micro.labels >= self.vocab)
         losses = vocab_parallel_cross_entropy(logits, micro.labels.t(), self.slicing.tp, self.first)
         weight = torch.ones((), device=x.device) if micro.weight is None else micro.weight
         return losses.sum() * weight.to(losses.dtype)

@@ -55,8 +55,9 @@ class MicroBatch:
     """One micro-batch as the layers see it.
 
     tokens, labels: int64 [b s]; a label below 0 is not counted. samples: int64 [b], global sample indices.
-    weight: what the sum of token losses is multiplied by, 1 / the step's global number of valid tokens (a scalar
-    tensor). step and training rule dropout. inputs: the keyword arguments of a wrapped module.
+    weight: what the sum of token losses is multiplied by, 1 / the step's global number of valid labels (a scalar
+    tensor; of rows where there are no integer labels). step and training rule dropout. inputs: the batch's other
+    tensors [b ...], floats in the compute dtype; for a wrapped module all of its keyword arguments.
     """
 
     tokens: Tensor | None = None
@@ -66,6 +67,27 @@ class MicroBatch:
     step: int = 0
     training: bool = True
     inputs: Mapping[str, Any] | None = None
+
+
+class Flag:
+    """Something that can be wrong with the data: found where the data are, told when the step's metrics are read.
+
+    A layer keeps its flags in a tuple `data_flags`.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._found: Tensor | None = None
+
+    def note(self, wrong: Tensor) -> None:
+        """Remembers whether any of `wrong` (bool) is true."""
+        found = wrong.any()
+        self._found = found if self._found is None else self._found | found
+
+    def take(self, device: torch.device) -> Tensor:
+        """1.0 if something was wrong since the last time, else 0.0 (fp64 scalar)."""
+        found, self._found = self._found, None
+        return torch.zeros((), dtype=torch.float64, device=device) if found is None else found.double()
 
 
 class GradSink(Protocol):

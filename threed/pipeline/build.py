@@ -8,6 +8,7 @@ from torch import nn
 
 from threed.planner.partition import balanced, explicit, uniform
 from threed.sharding import spec_of
+from threed.zero.layout import Tie
 
 Ranges = Sequence[range]
 
@@ -28,14 +29,22 @@ def names(layer: nn.Module) -> list[str]:
     return [spec_of(param).name for param in layer.parameters()]
 
 
-def tied_weights(layers: Sequence[nn.Module], ranges: Ranges) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> the stages that hold it, for those that more than one does."""
-    homes: dict[str, set[int]] = {}
-    for stage, held in enumerate(ranges):
-        for index in held:
-            for name in names(layers[index]):
-                homes.setdefault(name, set()).add(stage)
-    return {name: tuple(sorted(stages)) for name, stages in homes.items() if len(stages) > 1}
+def tied_weights(layers: Sequence[nn.Module], ranges: Ranges) -> dict[str, Tie]:
+    """Parameter name -> where it is used, for those that more than one stage holds, in the order of first use.
+
+    Every rank has all layers, so all of them get the same ties in the same order.
+    """
+    users: dict[str, list[int]] = {}
+    for number, layer in enumerate(layers):
+        for name in dict.fromkeys(names(layer)):
+            users.setdefault(name, []).append(number)
+    stage_of = {number: stage for stage, held in enumerate(ranges) for number in held}
+    ties: dict[str, Tie] = {}
+    for name, used in users.items():
+        stages = tuple(sorted({stage_of[number] for number in used}))
+        if len(stages) > 1:
+            ties[name] = Tie(len(ties), stages, tuple(used))
+    return ties
 
 
 def blocks(layers: Sequence[nn.Module]) -> set[str]:

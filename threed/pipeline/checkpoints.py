@@ -35,6 +35,7 @@ from threed.topology import Axis, Topology
 FETCH_AHEAD = 2  # inputs on their way from the drive
 BRING_AHEAD = 1  # inputs being gathered, or on their way to the device
 BUFFERS = 2 * FETCH_AHEAD + 2  # of the drive: read ahead, the one in use, written behind
+MOST_ON_DRIVE = BUFFERS - FETCH_AHEAD  # tensors of one input: all of them are in use at once
 
 
 class Homes(Protocol):
@@ -119,6 +120,15 @@ class Keeper:
         self.axis, self.homes, self.device = axis, homes, device
         self._stream = torch.cuda.Stream(device) if away and device.type == "cuda" else None
         self._leaving: deque[tuple[torch.cuda.Event, Loan, Tensor]] = deque()
+
+    def keep_all(self, given: Sequence[Tensor]) -> tuple[Kept, ...]:
+        """Keeps the tensors of a layer's input."""
+        if len(given) > MOST_ON_DRIVE and isinstance(self.homes, OnDrives):
+            raise ValueError(
+                f"--recompute.offload nvme keeps at most {MOST_ON_DRIVE} tensors of a layer's input, not {len(given)}:"
+                " hand on fewer, or use --recompute.offload cpu"
+            )
+        return tuple(self.keep(x) for x in given)
 
     def keep(self, x: Tensor) -> Kept:
         """Keeps x [any shape]; it may be let go as soon as this returns."""

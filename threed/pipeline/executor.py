@@ -1,10 +1,13 @@
 """Walks one rank's plan: a table of handlers, one an action; it knows no schedule by name.
 
     executor = Executor(stages, transport, rank)
-    outputs  = executor.run(plan, micro_batches, shape)
+    outputs  = executor.run(plan, micro_batches)
 
 Receives are posted where the plan has them, which is where the other side sends, and waited for at first use. Sends
 are waited for two messages later, or at the end. Training, evaluation and sampling are plans like any other.
+
+What passes between stages has any shape, dtype and number of tensors. The first message for micro-batches of a shape is
+preceded by its form, which both sides remember: from then on nothing but the tensors travels.
 """
 
 from __future__ import annotations
@@ -12,27 +15,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from threed.collectives import Pending
 from threed.layers.slicing import MicroBatch
+from threed.pipeline.boundary import Form, signature, tensors
 from threed.pipeline.stage import Stage
 from threed.pipeline.transport import Transport
 from threed.schedules.action import COMPUTE, Action, Kind, Plan
 
 Span = tuple[Action, float, float]
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """The activation between two stages: what a receive allocates."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 def with_next_compute(actions: Sequence[Action]) -> Iterator[tuple[Action, Action | None]]:
@@ -49,16 +45,19 @@ class Executor:
     """Runs plans over the stages (chunks) of one pipeline rank.
 
     on_backward(chunk) is called after each backward, on_reduce(chunk) where the plan says that a chunk's gradients are
-    complete. `spans`, when given a list, collects what ran when: (action, start, end) in seconds of
-    `time.perf_counter`.
+    complete. varying: forms depend on more than the shapes of a micro-batch, and precede every message. `spans`, when
+    given a list, collects what ran when: (action, start, end) in seconds of `time.perf_counter`.
     """
 
     def __init__(
         self, stages: Sequence[Stage], transport: Transport, rank: int,
-        on_reduce: Callable[[int], None] | None = None, on_backward: Callable[[int], None] | None = None,
+        on_reduce: Callable[[int], None] | None = None, on_backward: Callable[[int], None] | None = None, *,
+        device: torch.device | None = None, varying: bool = False,
     ) -> None:  # fmt: skip
         self.stages, self.transport, self.rank = stages, transport, rank
         self.on_reduce, self.on_backward = on_reduce, on_backward
+        self.device, self.varying = device or torch.device("cpu"), varying
+        self._forms: dict[tuple[Any, ...], Form] = {}
         self.spans: list[Span] | None = None
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
@@ -71,15 +70,18 @@ class Executor:
             Kind.REDUCE: self._reduce,
         }
 
-    def run(self, plan: Plan, micros: Sequence[MicroBatch], boundary: Boundary) -> list[Tensor]:
+    def run(self, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs this rank's part of a lowered plan; the model's outputs (losses) in micro-batch order, where it ends."""
-        self._plan, self._micros, self._boundary = plan, micros, boundary
+        self._plan, self._micros = plan, micros
+        self._signatures = [(n, *signature(m)) if self.varying else signature(m) for n, m in enumerate(micros)]
+        if self.varying:
+            self._forms.clear()
         self._then: Action | None = None
         for stage in self.stages:
             stage.reset()
-        self._arriving: dict[tuple[Kind, int, int], Pending | Tensor] = {}
-        self._leaving: dict[tuple[Kind, int, int], Tensor] = {}
-        self._sent: deque[Pending] = deque()
+        self._arriving: dict[tuple[Kind, int, int], list[Pending] | list[Tensor]] = {}
+        self._leaving: dict[tuple[Kind, int, int], list[Tensor]] = {}
+        self._sent: deque[list[Pending]] = deque()
         self._outputs: dict[int, Tensor] = {}
         for action, then in with_next_compute(plan.ranks[self.rank]):
             self._began, self._then = time.perf_counter(), then
@@ -88,67 +90,114 @@ class Executor:
                 self._let_device_end()
                 self.spans.append((action, self._began, time.perf_counter()))
         while self._sent:
-            self._sent.popleft().wait()
+            self._wait_for_oldest_send()
         return [self._outputs[m] for m in sorted(self._outputs)]
 
     def _forward(self, action: Action) -> None:
-        x = self._take(Kind.RECV_F, action)
+        parts, m = self._take(Kind.RECV_F, action), self._micros[action.microbatch]
+        x = None if parts is None else self._form("in", action).value(parts)
         keep = self._then is not None and self._then.kind is Kind.B and self._then.chunk == action.chunk
-        y = self.stages[action.chunk].forward(action.microbatch, x, self._micros[action.microbatch], keep)
+        y = self.stages[action.chunk].forward(action.microbatch, x, m, keep)
         if self._plan.consumer(self.rank, action) is None:
-            self._outputs[action.microbatch] = y
+            self._outputs[action.microbatch] = y.detach()
         else:
             self._give(Kind.SEND_F, Kind.RECV_F, action, y)
 
     def _backward(self, action: Action) -> None:
-        dy = self._take(Kind.RECV_B, action)
+        parts = self._take(Kind.RECV_B, action)
+        dy = None if parts is None else self._form("out", action).gradients(parts)
         keep = self._then is not None and self._then.kind is Kind.F and self._then.chunk == action.chunk
         dx = self.stages[action.chunk].backward(action.microbatch, dy, keep)
         if self.on_backward is not None:
             self.on_backward(action.chunk)
-        if dx is not None:
+        if self._plan.consumer(self.rank, action) is not None:
             self._give(Kind.SEND_B, Kind.RECV_B, action, dx)
 
-    def _take(self, kind: Kind, action: Action) -> Tensor | None:
+    def _take(self, kind: Kind, action: Action) -> list[Tensor] | None:
         """What another stage made for this action; None at the model's ends."""
         if self._plan.producer(self.rank, action) is None:
             return None
         arrived = self._arriving.pop((kind, action.microbatch, action.chunk))
-        value = arrived.wait() if isinstance(arrived, Pending) else arrived
+        parts = [part.wait() if isinstance(part, Pending) else part for part in arrived]
         self._let_device_end()
         self._began = time.perf_counter()  # waiting for another stage is no work: the bubble shows it
-        return value
+        return parts
 
     def _let_device_end(self) -> None:
         """Where spans are wanted of a GPU, waits for what it computes; not for receives, which others may wait for."""
-        if self.spans is not None and self._boundary.device.type == "cuda":
-            torch.cuda.current_stream(self._boundary.device).synchronize()
+        if self.spans is not None and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
-    def _give(self, send: Kind, receive: Kind, action: Action, value: Tensor) -> None:
+    def _give(self, send: Kind, receive: Kind, action: Action, value: Any) -> None:
         """Leaves a result for the send that follows, or for the next stage if that is on this rank."""
         consumer = self._plan.consumer(self.rank, action)
-        if consumer is not None and consumer[0] == self.rank:
-            self._arriving[receive, action.microbatch, consumer[1]] = value
+        here = consumer is not None and consumer[0] == self.rank
+        if send is Kind.SEND_F:
+            form = self._remember("out", action, Form.of(value))
+            parts = [part.detach() for part in tensors(value)]
+            if consumer is not None and here:
+                self._remember("in", replace(action, chunk=consumer[1]), form)
         else:
-            self._leaving[send, action.microbatch, action.chunk] = value
+            parts = self._form("in", action).gradients_to_send(value, self.device)
+        if consumer is not None and here:
+            self._arriving[receive, action.microbatch, consumer[1]] = parts
+        else:
+            self._leaving[send, action.microbatch, action.chunk] = parts
 
     def _send(self, action: Action) -> None:
         target = self._plan.consumer(self.rank, action)
         if target is None:
             raise ValueError(f"plan {self._plan.name}: rank {self.rank}: {action} has nobody to send to")
-        value = self._leaving.pop((action.kind, action.microbatch, action.chunk))
-        self._sent.append(self.transport.send(value, self.rank, target[0]))
-        if len(self._sent) > 2:
-            self._sent.popleft().wait()
+        parts = self._leaving.pop((action.kind, action.microbatch, action.chunk))
+        if action.kind is Kind.SEND_F and (key := ("told", *self._key("out", action))) not in self._forms:
+            self._forms[key] = form = self._form("out", action)
+            data = form.to_bytes().to(self.device)
+            size = torch.tensor([len(data)], device=self.device)
+            self._sent.append([self.transport.send(part, self.rank, target[0]) for part in (size, data)])
+        self._sent.append([self.transport.send(part, self.rank, target[0]) for part in parts])
+        while len(self._sent) > 2:
+            self._wait_for_oldest_send()
+
+    def _wait_for_oldest_send(self) -> None:
+        for part in self._sent.popleft():
+            part.wait()
 
     def _receive(self, action: Action) -> None:
         source = self._plan.producer(self.rank, action)
         if source is None:
             raise ValueError(f"plan {self._plan.name}: rank {self.rank}: {action} has nobody to receive from")
-        b = self._boundary
-        out = torch.empty(b.shape, dtype=b.dtype, device=b.device)
+        backward = action.kind is Kind.RECV_B
+        if not backward and self._key("in", action) not in self._forms:
+            self._remember("in", action, self._receive_form(source[0]))
+        blank = self._form("out" if backward else "in", action).blank(self.device, gradients=backward)
         key = (action.kind, action.microbatch, action.chunk)
-        self._arriving[key] = self.transport.receive(out, source[0], self.rank)
+        self._arriving[key] = [self.transport.receive(out, source[0], self.rank) for out in blank]
+
+    # ---------------------------------------------------------------------------------------------------------- forms
+
+    def _receive_form(self, source: int) -> Form:
+        size = torch.empty(1, dtype=torch.int64, device=self.device)
+        size = self.transport.receive(size, source, self.rank).wait()
+        data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        return Form.from_bytes(self.transport.receive(data, source, self.rank).wait())
+
+    def _key(self, side: str, action: Action) -> tuple[Any, ...]:
+        return side, action.chunk, *self._signatures[action.microbatch]
+
+    def _form(self, side: str, action: Action) -> Form:
+        return self._forms[self._key(side, action)]
+
+    def _remember(self, side: str, action: Action, form: Form) -> Form:
+        """The form of what comes into a chunk, or goes out of it; RuntimeError if it was another one before."""
+        known = self._forms.setdefault(self._key(side, action), form)
+        if known != form:
+            layer = self.stages[action.chunk].layers[-1]
+            raise RuntimeError(
+                f"{getattr(layer, 'name', 'a layer')} ({type(layer).__name__}) hands on {form} where it handed on"
+                f" {known} before, for micro-batches of the same shape; the next stage cannot know: give the model the"
+                " attribute `boundaries_vary = True`"
+            )
+        return known
 
     def _gather(self, action: Action) -> None:
         """Begins what the next compute action will wait for first, while this rank waits for messages."""

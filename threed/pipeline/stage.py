@@ -6,6 +6,8 @@ stage is free as soon as it has left, and no output need be kept for its shape.
 
 A layer that is recomputed has no graph until its backward comes: its forward keeps its input only, and runs again,
 while the layer's weights are whole for the backward anyway.
+
+What layers hand on is a tensor, or a tuple or dict of tensors, of any shape and dtype (`threed.pipeline.boundary`).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from threed.layers.recompute import Draws
 from threed.layers.slicing import MicroBatch
+from threed.pipeline.boundary import gradients_of, like, tensors
 from threed.pipeline.checkpoints import BRING_AHEAD, FETCH_AHEAD, Kept, Recomputed
 from threed.schedules.window import first_units, walk
 
@@ -53,20 +56,22 @@ class Whole:
 
 @dataclass(eq=False)
 class Frame:
-    """What backward needs of one layer: its input, which gets the gradient, and an edge into its graph; or what the
-    graph is made of when its time comes."""
+    """What backward needs of one layer: its input, whose tensors get the gradient, what it gave (arrangement only), and
+    edges into its graph, one for each tensor it gave that has one; or what the graph is made of when its time comes."""
 
-    x: Tensor | None = None
-    edge: GradientEdge | None = None
+    x: Any = None
+    edges: tuple[GradientEdge | None, ...] = ()
     again: Again | None = None
 
 
 @dataclass(eq=False)
 class Again:
-    """What a layer's forward needs to run again; kept: its input, None on the model's first layer."""
+    """What a layer's forward needs to run again: its kept inputs (none on the model's first layer), how they are
+    arranged and which get a gradient."""
 
-    kept: Kept | None
-    needs_dx: bool
+    kept: tuple[Kept, ...]
+    arranged: Any
+    grads: tuple[bool, ...]
     draws: Draws
     micro: MicroBatch
 
@@ -75,10 +80,11 @@ class Stage:
     """The layers [first, first + len(layers)) among those that this rank holds, as one function of a micro-batch.
 
     forward(m, x, micro) -> y;  backward(m, dy) -> dx.  x is None on the model's first stage; on its last, y is the
-    micro-batch's weighted loss and dy is None. keep: the unit where the pass ends stays whole, for the next one begins
-    there. prefetch: units gathered ahead of the one that runs. recomputed: layers computed again in the backward. A
-    layer whose backward does not read its weights says so by `backward_reads_weights = False`, and one that must not be
-    recomputed by `recomputable = False`.
+    micro-batch's weighted loss and dy is None. Gradients are arranged as the values are, None where there is none. The
+    tensors of y have no graph; whether they want a gradient is their `requires_grad`. keep: the unit where the pass
+    ends stays whole, for the next one begins there. prefetch: units gathered ahead of the one that runs. recomputed:
+    layers computed again in the backward. A layer whose backward does not read its weights says so by
+    `backward_reads_weights = False`, and one that must not be recomputed by `recomputable = False`.
     """
 
     def __init__(
@@ -111,64 +117,76 @@ class Stage:
 
     # -------------------------------------------------------------------------------------------------------- forward
 
-    def forward(self, microbatch: int, x: Tensor | None, micro: MicroBatch, keep: bool = False) -> Tensor:
+    def forward(self, microbatch: int, x: Any, micro: MicroBatch, keep: bool = False) -> Any:
         """Runs the layers, and keeps what backward needs when the micro-batch is for training."""
         frames: list[Frame] = []
         if micro.training:
             self._open[microbatch] = frames
         keep = keep and self._backward_units[:1] == [self._units[-1]]
-        y = x if x is None or not micro.training else x.requires_grad_()
+        y = x
         with torch.set_grad_enabled(micro.training):
             for step in walk(self._units, self.prefetch, keep):
                 for unit in step.gather:
                     self.gatherer.start(unit)
                 self.gatherer.ready(step.run)
-                x = y if y is None or not frames else y.detach().requires_grad_(y.requires_grad)
-                y, frame = self._run(step.run, x, micro)
+                y, frame = self._run(step.run, y, micro)
                 frames.append(frame)
                 if step.release:
                     self.gatherer.release(step.run)
         if y is None:
             raise ValueError("a pipeline stage without layers")
-        return y.detach()
+        return y
 
-    def _run(self, unit: int, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Frame]:
-        """One layer, and what its backward needs."""
-        layer = self._layer(unit)
+    def _run(self, unit: int, x: Any, micro: MicroBatch) -> tuple[Any, Frame]:
+        """One layer, its output without a graph, and what its backward needs."""
         if micro.training and unit in self._again:
             return self._run_to_recompute(unit, x, micro)
         with self._watch(unit) if micro.training else nullcontext():
-            y = layer(x, micro)
-        return y, Frame(x, get_gradient_edge(y) if y.requires_grad else None)
+            y = self._layer(unit)(x, micro)
+        parts = self._tensors(unit, y)
+        if not micro.training:
+            return y, Frame()
+        edges = tuple(get_gradient_edge(part) if part.requires_grad else None for part in parts)
+        handed_on = like(y, [part.detach().requires_grad_(part.requires_grad) for part in parts])
+        return handed_on, Frame(x, edges)
+
+    def _tensors(self, unit: int, y: Any) -> tuple[Tensor, ...]:
+        try:
+            return tensors(y)
+        except TypeError as error:
+            layer = self._layer(unit)
+            raise TypeError(
+                f"{getattr(layer, 'name', f'layer {unit}')} ({type(layer).__name__}) gave {error}"
+            ) from None
 
     def _watch(self, unit: int) -> AbstractContextManager[None]:
         selective = self.recomputed.selective
         return nullcontext() if selective is None or unit not in self.recomputed.units else selective.watch()
 
-    def _run_to_recompute(self, unit: int, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Frame]:
-        """One layer without a graph; y says whether it would have had one."""
+    def _run_to_recompute(self, unit: int, x: Any, micro: MicroBatch) -> tuple[Any, Frame]:
+        """One layer without a graph; the tensors of y say whether they might have had one."""
         keeper = self.recomputed.keeper
         assert keeper is not None
-        given = micro.tokens if x is None else x
-        draws = Draws(torch.device("cpu") if given is None else given.device)
-        version = None if x is None else x._version
+        draws, given = Draws(keeper.device), tensors(x)
+        versions = [part._version for part in given]
         with torch.no_grad():
             y = self._layer(unit)(x, micro)
         draws.drawn()
-        needs_dx = x is not None and x.requires_grad
-        if not (needs_dx or unit in self._trained):
-            return y, Frame()
-        if x is not None and x._version != version:
+        parts, grads = self._tensors(unit, y), tuple(part.requires_grad for part in given)
+        if not (any(grads) or unit in self._trained):
+            return like(y, [part.detach() for part in parts]), Frame(x, (None,) * len(parts))
+        if [part._version for part in given] != versions:
             raise RuntimeError(
                 f"layer {unit} ({type(self._layer(unit)).__name__}) changed its input in place, from which it is to be"
                 " computed again: change a copy (x = x * 2, not x.mul_(2)), or set the layer's `recomputable = False`"
             )
-        kept = None if x is None else keeper.keep(x)
-        return y.detach().requires_grad_(), Frame(again=Again(kept, needs_dx, draws, micro))
+        kept = keeper.keep_all(given)
+        handed_on = like(y, [part.detach().requires_grad_(part.is_floating_point()) for part in parts])
+        return handed_on, Frame(again=Again(kept, like(x, [None] * len(given)), grads, draws, micro))
 
     # ------------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, microbatch: int, dy: Tensor | None, keep: bool = False) -> Tensor | None:
+    def backward(self, microbatch: int, dy: Any, keep: bool = False) -> Any:
         """The gradient of the micro-batch's input, None on the first stage; weight gradients go to their sinks."""
         frames, reading = self._open[microbatch], self._backward_units
         keep = keep and bool(reading) and reading[-1] == self.first
@@ -181,52 +199,58 @@ class Stage:
                     self.gatherer.start(other)
                 self.gatherer.ready(unit)
             frame = frames.pop()
-            dy = self._back(unit, frame, frames, dy)
+            dy = self._back(unit, frame, frames, dy, first=unit == self._units[-1])
             if step is not None and step.release:
                 self.gatherer.release(unit)
         del self._open[microbatch]
         return dy
 
-    def _back(self, unit: int, frame: Frame, before: list[Frame], dy: Tensor | None) -> Tensor | None:
-        """The backward of one layer; `before`: those whose turn comes after."""
-        with self._graph(unit, frame, before) as (x, edge):
-            if edge is not None:
-                torch.autograd.backward((edge,), None if dy is None else (dy,))
-            return None if x is None else x.grad
+    def _back(self, unit: int, frame: Frame, before: list[Frame], dy: Any, first: bool) -> Any:
+        """The backward of one layer; `before`: those whose turn comes after. first: of the stage's, where no gradient
+        at all is that of a loss."""
+        with self._graph(unit, frame, before) as (x, edges):
+            grads = gradients_of(dy, len(edges))
+            loss = first and dy is None
+            roots = [(e, g) for e, g in zip(edges, grads, strict=True) if e is not None and (loss or g is not None)]
+            if roots:
+                torch.autograd.backward(tuple(e for e, _ in roots), None if loss else tuple(g for _, g in roots))
+            return like(x, [part.grad for part in tensors(x)])
 
     @contextmanager
     def _graph(
         self, unit: int, frame: Frame, before: list[Frame]
-    ) -> Iterator[tuple[Tensor | None, GradientEdge | None]]:
-        """The layer's input, and the edge into its graph, which is made now if its forward made none."""
+    ) -> Iterator[tuple[Any, tuple[GradientEdge | None, ...]]]:
+        """The layer's input, and the edges into its graph, which is made now if its forward made none."""
         again, keeper = frame.again, self.recomputed.keeper
         if again is None or keeper is None:
-            yield frame.x, frame.edge
+            yield frame.x, frame.edges
             return
         try:
-            x = None if again.kept is None else keeper.take(again.kept).requires_grad_(again.needs_dx)
+            given = [keeper.take(one).requires_grad_(g) for one, g in zip(again.kept, again.grads, strict=True)]
+            x = like(again.arranged, given)
             self._bring_ahead(before)
             with torch.enable_grad(), again.draws.again():
                 y = self._layer(unit)(x, again.micro)
-            edge = get_gradient_edge(y) if y.requires_grad else None
+            edges = tuple(get_gradient_edge(part) if part.requires_grad else None for part in tensors(y))
             del y  # its memory is free for the backward
-            yield x, edge
+            yield x, edges
         finally:
-            if again.kept is not None:
-                keeper.drop(again.kept)
+            for one in again.kept:
+                keeper.drop(one)
 
     def _bring_ahead(self, frames: list[Frame]) -> None:
         """Begins to bring back the inputs that are needed next, in the same order on all tensor ranks."""
         keeper = self.recomputed.keeper
         if keeper is None:
             return
-        kept = [frame.again.kept for frame in reversed(frames) if frame.again is not None and frame.again.kept]
+        kept = [one for frame in reversed(frames) if frame.again is not None for one in frame.again.kept]
         for one in kept[:FETCH_AHEAD]:
             keeper.fetch(one)
         for one in kept[:BRING_AHEAD]:
             keeper.bring(one)
 
     def _drop(self, frames: list[Frame]) -> None:
-        for frame in frames:
-            if frame.again is not None and frame.again.kept is not None and self.recomputed.keeper is not None:
-                self.recomputed.keeper.drop(frame.again.kept)
+        kept = [one for frame in frames if frame.again is not None for one in frame.again.kept]
+        if self.recomputed.keeper is not None:
+            for one in kept:
+                self.recomputed.keeper.drop(one)

@@ -82,6 +82,16 @@ class Policy:
 
 
 @dataclass(frozen=True)
+class Tie:
+    """A parameter that several pipeline stages hold: its number among those of the model, the stages, and all layers
+    of the model that use it. The same on every rank."""
+
+    number: int
+    stages: tuple[int, ...]
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Kind:
     """What parameters must have in common to share a flat buffer."""
 
@@ -91,6 +101,7 @@ class Kind:
     partial: str | None
     tied: tuple[int, ...]  # the pipeline stages that hold a copy of it, when there are several
     units: tuple[int, ...] | None  # the units that gather it, where it is kept as slices
+    layers: tuple[int, ...] = ()  # where it is tied and kept as slices: all layers of the model that use it
     tile: str | None = None  # its name, where it is a tile: gathered by itself, while its layer uses it
 
 
@@ -99,12 +110,14 @@ class Slot:
     """A parameter and its place in its group: elements [first, last) of the flat buffer.
 
     places: the modules and attributes it sits in, one a use. units: the numbers of the units (layers) that use it.
+    varies: whether one of these says that it does not always run equally often.
     """
 
     param: nn.Parameter
     spec: ShardSpec
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     units: list[int] = field(default_factory=list)
+    varies: bool = False
     first: int = 0
     last: int = 0
 
@@ -264,24 +277,26 @@ def collect(units: Sequence[HasModules]) -> list[Slot]:
                 slot = found.setdefault(spec.name, Slot(param, spec))
                 slot.places.append((module, attribute))
                 slot.units.append(number)
+                slot.varies |= getattr(unit, "runs_vary", False)
     return list(found.values())
 
 
-def build(
-    units: Sequence[HasModules], tied: Mapping[str, tuple[int, ...]], topology: Topology, policy: Policy
-) -> Layout:
+def build(units: Sequence[HasModules], tied: Mapping[str, Tie], topology: Topology, policy: Policy) -> Layout:
     """Lays the parameters of a stage out, allocates their buffers, and points every parameter into them.
 
-    units: the stage's layers, on the meta device. tied: parameter name -> the stages that hold it, where there are
-    several. Groups come in a fixed order on every rank.
+    units: the stage's layers, on the meta device. tied: by name the parameters that several stages hold. Their groups
+    come last, and they and what is in them in one order that all stages share, however each of them uses them: so
+    slices line up, and sums over stages meet.
     """
     kinds: dict[Kind, list[Slot]] = {}
-    for slot in reversed(collect(units)):
+    for slot in _backward_order(collect(units), tied):
         spec, trainable, sliced = slot.spec, slot.param.requires_grad, policy.slices_parameter(slot.param)
+        tie = tied.get(spec.name)
         kind = Kind(
             policy.rates(spec) if trainable else Rates(), trainable, spec.replicated,
-            spec.partial if trainable else None, tied.get(spec.name, ()),
-            tuple(sorted(set(slot.units))) if sliced else None, spec.name if sliced and spec.tile[1] > 1 else None,
+            spec.partial if trainable else None, tie.stages if tie else (),
+            tuple(sorted(set(slot.units))) if sliced else None, tie.layers if tie and sliced else (),
+            spec.name if sliced and spec.tile[1] > 1 else None,
         )  # fmt: skip
         kinds.setdefault(kind, []).append(slot)
     groups = [_group(kind, slots, topology, policy) for kind, slots in kinds.items()]
@@ -291,6 +306,13 @@ def build(
     buckets = _completion_order([group for group in groups if group.kind.trainable])
     frozen = [bucket for group in groups if not group.kind.trainable for bucket in group.buckets]
     return Layout(policy, groups, buckets, frozen)
+
+
+def _backward_order(slots: list[Slot], tied: Mapping[str, Tie]) -> list[Slot]:
+    """Slots as backward completes them, and then the tied ones, the last tie first."""
+    shared = [slot for slot in slots if slot.spec.name in tied]
+    own = [slot for slot in slots if slot.spec.name not in tied]
+    return [*reversed(own), *sorted(shared, key=lambda slot: -tied[slot.spec.name].number)]
 
 
 def _group(kind: Kind, slots: list[Slot], topology: Topology, policy: Policy) -> Group:

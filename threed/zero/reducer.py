@@ -7,8 +7,9 @@ of the layers before them goes on. A round is a step where gradients are kept in
 micro-batch where they are slices (stages 2 and 3): there each round's sum is added to this rank's slice.
 
 How many contributions a parameter gets is what it got last time; in the beginning, one for each place it sits in. In a
-wrapped module (`dynamic`) that may change from step to step. What comes after its bucket has left is kept aside, and
-follows at the end of the step: no gradient is lost, and none is counted twice.
+wrapped module (`dynamic`) that may change from step to step, in a model of `threed.layers` it is learnt in the first
+one. What comes after its bucket has left is kept aside, and follows at the end of the step: no gradient is lost, and
+none is counted twice.
 """
 
 from __future__ import annotations
@@ -16,43 +17,23 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
-from threed.memory.tiers import Home, InMemory, Loan, start_copy
+from threed.memory.tiers import InMemory, Loan, start_copy
 from threed.ops import matmul
 from threed.planner.memory import BUCKETS_IN_FLIGHT
 from threed.topology import Axis
-from threed.zero.gradients import ByBucket, Gradients, Whole
+from threed.zero.gradients import ByBucket, Gradient, Gradients, Travelling, Whole, early_sum, later_sums
 from threed.zero.layout import Bucket, Layout, Slot
 from threed.zero.norm import squares
 from threed.zero.others import is_own, left
 from threed.zero.unused import Unused
 
-
-@dataclass(eq=False)
-class Gradient:
-    """A bucket's slice of the summed gradients: on loan from where it lives, when asked for, and its squares' sum."""
-
-    home: Home
-    squares: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Travelling:
-    """A bucket whose gradients are being summed. add: to what earlier rounds left at home, which is on loan. complete:
-    its slice is the whole sum then."""
-
-    bucket: Bucket
-    window: Tensor
-    pending: Pending
-    loan: Loan
-    add: bool
-    complete: bool
+EVER = 2**62  # more contributions than ever come: such a parameter is complete when the round is over
 
 
 class Sink:
@@ -69,6 +50,9 @@ class Sink:
 
     def add(self, grad: Tensor) -> None:
         """Adds a whole gradient."""
+        if self.reducer.is_late(self):
+            self.reducer.keep_aside(self.slot, grad)
+            return
         target = self._target()
         if self.seen:
             target.add_(grad)
@@ -78,20 +62,23 @@ class Sink:
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the matrix product a @ b; in the buffer itself where the dtypes allow."""
-        target = self._target()
-        if a.dtype != target.dtype:
+        if self.reducer.is_late(self) or a.dtype != self.reducer.layout.policy.grad_dtype:
             return self.add(torch.mm(a, b))
+        target = self._target()
         matmul.add_product_(target, a, b, fresh=not self.seen)
         return self._arrived()
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows [n h] at row numbers [n]."""
+        if self.reducer.is_late(self):
+            whole = rows.new_zeros(self.slot.param.shape)
+            return self.add(whole.index_add_(0, index, rows) if len(whole) else whole)
         target = self._target()
         if not self.seen:
             target.zero_()
         if target.shape[0]:
             target.index_add_(0, index, rows.to(target.dtype))
-        self._arrived()
+        return self._arrived()
 
     def take(self, param: Tensor) -> None:
         """Autograd's hook: moves `param.grad` here. In the backward of another engine it stays, and adds up, until it
@@ -102,15 +89,9 @@ class Sink:
             return
         if param.grad is not None:
             grad, param.grad = param.grad, None
-            grad = grad.to_dense() if grad.is_sparse else grad
-            if self.reducer.is_late(self):
-                self.reducer.keep_aside(self.slot, grad)
-            else:
-                self.add(grad)
+            self.add(grad.to_dense() if grad.is_sparse else grad)
 
     def _target(self) -> Tensor:
-        if self.reducer.is_late(self):
-            raise too_late(self)
         return self.reducer.memory.view(self.slot)
 
     def _arrived(self) -> None:
@@ -135,8 +116,9 @@ def _taken_by(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
 def too_late(sink: Sink) -> RuntimeError:
     """What is wrong where a gradient comes after its parameter was complete, and may not."""
     return RuntimeError(
-        f"{sink.slot.spec.name}: a gradient came after its {sink.seen} expected contributions; a layer of threed.layers"
-        " that runs more than once per micro-batch is not supported"
+        f"{sink.slot.spec.name}: a gradient came after the {sink.uses} of a micro-batch that the first step had, and"
+        " after its bucket had left: how often this layer runs depends on the data; give the pipeline layer the"
+        " attribute `runs_vary = True`"
     )
 
 
@@ -150,13 +132,14 @@ class Reducer:
 
     def __init__(self, layout: Layout, wire: torch.dtype | None = None, dynamic: bool = False) -> None:
         self.layout, self.wire, self.dynamic = layout, wire, dynamic
+        self._learning = True  # until the first step is over
         self.rounds = layout.policy.slices_gradients
         self.memory: Gradients = ByBucket(layout) if self.rounds else Whole(layout)
         self._sinks: dict[Slot, Sink] = {}
         self._buckets_of: dict[Slot, list[int]] = {}
         for group in layout.groups:
             for slot in group.slots if group.kind.trainable else ():
-                sink = Sink(self, slot, 1 if dynamic else len(slot.places))
+                sink = Sink(self, slot, 1 if dynamic else EVER if slot.varies else len(slot.places))
                 slot.param.sink = sink  # type: ignore[attr-defined]
                 slot.param.register_post_accumulate_grad_hook(_taken_by(weakref.ref(sink)))
                 self._sinks[slot] = sink
@@ -239,15 +222,15 @@ class Reducer:
         loan = bucket.grad.fetch() if add else bucket.grad.blank()
         shard, into = bucket.group.shard, loan.values
         if shard.size == 1:
-            pending = self._sum_over(window, _early(bucket))
+            pending = self._sum_over(window, early_sum(bucket))
         elif into.device != window.device:
             pending = collectives.start_reduce_scatter(window, shard, wire=self.wire)
         else:
             pending = collectives.start_reduce_scatter(window, shard, wire=self.wire, into=into, add=add)
-        complete = self._rounds_left <= 1 and not _rest(bucket)
+        complete = self._rounds_left <= 1 and not later_sums(bucket)
         self._travelling.append(Travelling(bucket, window, pending, loan, add, complete))
         at_hand = not add or isinstance(bucket.grad, InMemory)
-        if self.rounds and at_hand and shard.size == 1 and not _early(bucket):
+        if self.rounds and at_hand and shard.size == 1 and not early_sum(bucket):
             self._land()  # there is nothing to wait for
 
     def _make_way(self, bucket: Bucket) -> None:
@@ -296,9 +279,9 @@ class Reducer:
         """No more gradients will come in this round: what never got one counts as zero, and every bucket leaves."""
         while self._begun < len(self.layout.buckets):
             self._start()
-        if self.dynamic:
-            for sink in self.sinks:
-                sink.uses = -(-(sink.seen + sink.late) // self._passes)
+        for sink in self.sinks if self.dynamic or self._learning else ():
+            uses = -(-(sink.seen + sink.late) // self._passes)
+            sink.uses = uses if self.dynamic else max(sink.uses, uses)
 
     def all_passes_ended(self, chunk: int = 0) -> None:
         """The step's backwards are over; gradients that are kept in full leave."""
@@ -316,27 +299,29 @@ class Reducer:
             self.memory.trim()  # gathered parameters are the next to need memory
         if self.dynamic:
             self._keep_what_others_left()
+        if self.dynamic or self._learning:
             self._send_what_was_late()
         if self.unused is not None:
             self.unused.agree({sink.slot for sink in self.sinks if sink.used})
-        self._ended = 0
+        self._learning, self._ended = False, 0
         return self._sum_rest()
 
     def _sum_rest(self) -> list[Gradient]:
-        """Each bucket's slice, summed over the axes that are left, one after the other in the same order everywhere."""
-        sums: list[Pending | None] = []
-        for bucket in self.layout.buckets:
+        """Each bucket's slice, summed over the axes that are left: one after the other, in the order of groups, which
+        ranks have in common where they share a group. In the order of completion stages would wait in a circle."""
+        sums: dict[Bucket, Pending] = {}
+        for bucket in (bucket for group in self.layout.groups if group.kind.trainable for bucket in group.buckets):
             device = bucket.group.params.device
             if isinstance(bucket.grad, InMemory) and bucket.grad.device == device:
-                sums.append(self._sum_over(bucket.grad.tensor, _rest(bucket)))
-                continue
-            sums.append(None)
-            if _rest(bucket):
+                sums[bucket] = self._sum_over(bucket.grad.tensor, later_sums(bucket))
+            elif later_sums(bucket):
                 loan = bucket.grad.fetch()
                 own = loan.wait()
-                own.copy_(self._sum_over(own.to(device), _rest(bucket)).wait())
+                own.copy_(self._sum_over(own.to(device), later_sums(bucket)).wait())
                 self._put_back(bucket, loan, complete=True)
-        return [self._gradient(bucket, total) for bucket, total in zip(self.layout.buckets, sums, strict=True)]
+        for pending in sums.values():
+            pending.wait()
+        return [self._gradient(bucket, sums.get(bucket)) for bucket in self.layout.buckets]
 
     def _gradient(self, bucket: Bucket, total: Pending | None) -> Gradient:
         home = bucket.grad if total is None else InMemory(total.wait())
@@ -354,9 +339,8 @@ class Reducer:
     # ------------------------------------------------------------------------------------- gradients that came too late
 
     def is_late(self, sink: Sink) -> bool:
-        """Whether a contribution would come after its parameter was complete and may have left."""
-        complete = sink.due <= 0 and sink.seen > 0
-        return complete or any(number < self._begun for number in self._buckets_of.get(sink.slot, ()))
+        """Whether a contribution would come after its parameter, or a part of it, has left."""
+        return any(number < self._begun for number in self._buckets_of.get(sink.slot, ()))
 
     def _keep_what_others_left(self) -> None:
         for slot, grad in left(self._sinks):
@@ -365,7 +349,7 @@ class Reducer:
 
     def keep_aside(self, slot: Slot, grad: Tensor) -> None:
         """Adds up what came too late in this step."""
-        if not self.dynamic:
+        if not (self.dynamic or self._learning):
             raise too_late(self.sink_of(slot))
         self.sink_of(slot).late += 1
         self.sink_of(slot).used = True
@@ -386,7 +370,7 @@ class Reducer:
                 " ranks at once; route alike on all ranks, or use --zero.stage 2"
             )
         late = {number for _, numbers in told for number in numbers}
-        if any(_early(bucket) for bucket in self.layout.buckets):  # stage 0, whose sums are over the replicas
+        if any(early_sum(bucket) for bucket in self.layout.buckets):  # stage 0, whose sums are over the replicas
             late.update(number for numbers in collectives.exchange(mine, policy.replicas) for number in numbers)
         for number in sorted(late):
             bucket = self.layout.buckets[number]
@@ -400,21 +384,6 @@ class Reducer:
             total = collectives.start_reduce_scatter(window, policy.shard, wire=self.wire)
             loan = bucket.grad.fetch()
             own = loan.wait()
-            own.add_(self._sum_over(total.wait(), _early(bucket)).wait().to(own.device))
-            self._put_back(bucket, loan, complete=not _rest(bucket))
+            own.add_(self._sum_over(total.wait(), early_sum(bucket)).wait().to(own.device))
+            self._put_back(bucket, loan, complete=not later_sums(bucket))
         self._aside.clear()
-
-
-def _early(bucket: Bucket) -> tuple[Axis, ...]:
-    """The sum that may leave while backward runs: over data ranks, whose buckets are the same.
-
-    Tensor ranks need not cut alike (their vocabulary shards differ in size), and their layers talk on the same axis
-    all the while: a sum over them that leaves at the first chance would meet another message on another rank.
-    """
-    first = bucket.group.sums[:1]
-    return first if bucket.group.shard.size == 1 and first and first[0].label == "dp" else ()
-
-
-def _rest(bucket: Bucket) -> tuple[Axis, ...]:
-    """The sums that are left after the one a bucket starts with."""
-    return bucket.group.sums[len(_early(bucket)) :]

@@ -120,5 +120,5 @@ def install(
             for owner, attribute in slot.places:
                 places.setdefault(id(owner), {})[attribute] = (group, slot, stand_in)
     for module in modules:
-        if id(module) in places:
+        if id(module) in places and not isinstance(module._parameters, Parameters):  # a layer may be listed twice
             module.__dict__["_parameters"] = Parameters(module._parameters, places[id(module)], gatherer, taken)

@@ -1,0 +1,175 @@
+"""Whether a model built from `threed.layers` can be right: found out before the first step, on every rank alike.
+
+    check(model.layers(), model.slicing, topology.axis("tp"), topology.axis("world"))
+
+Checked are the sharding records: every parameter has one; a name stands for one parameter of a layer; where layers
+share a parameter by name (tied weights) they agree about it; the parts that the tensor ranks hold make up each global
+tensor, once; and all ranks describe the same model. What only arithmetic can show (a gradient that is partial and not
+marked so) is the matter of `threed verify`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any
+
+from torch import nn
+
+from threed import collectives
+from threed.layers.slicing import Slicing
+from threed.sharding import ModelError, ShardSpec, intersect
+from threed.topology import Axis, same_place
+
+Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a box
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """A parameter at one place: the layer that has it, the path in that layer, and its record."""
+
+    layer: str
+    path: str
+    param: nn.Parameter
+    spec: ShardSpec
+
+    def facts(self) -> dict[str, Any]:
+        """What every layer that uses the parameter, and every rank, must say of it."""
+        spec = self.spec
+        return {
+            "global shape": [piece.shape for piece in spec.pieces],
+            "initial values": [asdict(piece.init) for piece in spec.pieces],
+            "replicated": spec.replicated, "partial": spec.partial, "decay": spec.decay, "tiles": spec.tile[1],
+            "requires_grad": self.param.requires_grad,
+        }  # fmt: skip
+
+
+def label(layer: nn.Module, number: int) -> str:
+    """A layer as messages name it."""
+    return f"{getattr(layer, 'name', f'layer {number}')} ({type(layer).__name__})"
+
+
+def check(layers: Sequence[nn.Module], slicing: Slicing, tensor: Axis, world: Axis) -> None:
+    """Raises ModelError on every rank when any rank finds a fault in the model's records. Collective."""
+    uses, problems = list[Use](), list[str]()
+    if slicing.tp.size != tensor.size:
+        problems.append(
+            f"the model's Slicing has {slicing.tp.size} tensor ranks, the topology has {tensor.size}: build the model"
+            " with Slicing(topology.axis('tp'), ...)"
+        )
+    for number, layer in enumerate(layers):
+        name = label(layer, number)
+        for path, param in layer.named_parameters(remove_duplicate=False):
+            spec = getattr(param, "spec", None)
+            if spec is None:
+                problems.append(
+                    f"{name}: parameter {path} has no sharding record: make it by threed.layers or sharding.parameter,"
+                    " or give it one by sharding.attach"
+                )
+            else:
+                uses.append(Use(name, path, param, spec))
+    problems += [*_doubled(uses), *_unlike(uses), *_badly_cut(uses, tensor)]
+    description = [[use.layer, use.path, use.spec.name, use.facts()] for use in uses]
+    digest = hashlib.sha256(repr(description).encode()).hexdigest()
+    everyone = collectives.exchange([problems, digest], world)
+    if any(other != digest for _, other in everyone):
+        first = collectives.exchange(description if world.index == 0 else None, world)[0]
+        mine = [] if world.index == 0 else _differences(first, description, world.index)
+        everyone = [[found, ""] for found in collectives.exchange(mine, world)]
+    found = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))
+    if found:
+        raise ModelError("\n".join(found))
+
+
+def _doubled(uses: Iterable[Use]) -> Iterator[str]:
+    """Names that two parameters of one layer have."""
+    seen: dict[tuple[str, str], Use] = {}
+    for use in uses:
+        first = seen.setdefault((use.layer, use.spec.name), use)
+        if first.param is not use.param and first.path != use.path:
+            yield (
+                f"{use.layer}: parameters {first.path} and {use.path} have the same name {use.spec.name}, and would be"
+                " one weight: give one of them another name, or put the same nn.Parameter into both places"
+            )
+
+
+def _unlike(uses: Iterable[Use]) -> Iterator[str]:
+    """Parameters that two layers share by name, and describe differently."""
+    seen: dict[str, Use] = {}
+    for use in uses:
+        first = seen.setdefault(use.spec.name, use)
+        here, there = use.facts(), first.facts()
+        if unequal := [key for key in here if here[key] != there[key]]:
+            what = ", ".join(f"{key} {there[key]} and {here[key]}" for key in unequal)
+            yield (
+                f"{use.spec.name} is one weight of {first.layer} {first.path} and {use.layer} {use.path}, but they do"
+                f" not agree: {what}; give both the same, or different names"
+            )
+        elif first.spec != use.spec:
+            yield f"{use.spec.name}: {first.layer} and {use.layer} hold different parts of it on one rank"
+
+
+def _badly_cut(uses: Iterable[Use], tensor: Axis) -> Iterator[str]:
+    """Global tensors of which tensor ranks hold some elements not at all, or twice without saying so."""
+    boxes: dict[str, list[Part]] = {}
+    where: dict[str, Use] = {}
+    for use in {(use.spec.name, use.spec.tile): use for use in uses}.values():
+        if sum(piece.numel for piece in use.spec.pieces) != use.param.numel():
+            yield f"{use.layer}: the pieces of {use.spec.name} do not fill its shape {tuple(use.param.shape)}"
+        for piece in use.spec.pieces:
+            boxes.setdefault(piece.name, []).append((piece.start, piece.size))
+            where.setdefault(piece.name, use)
+    ranks = [
+        {name: [(tuple(a), tuple(b)) for a, b in parts] for name, parts in of_rank.items()}
+        for of_rank in collectives.exchange(boxes, tensor)
+    ]
+    for name, use in where.items():
+        shape = next(piece.shape for piece in use.spec.pieces if piece.name == name)
+        if fault := _cut_fault(shape, use.spec.replicated, [of_rank.get(name, []) for of_rank in ranks]):
+            yield f"{use.layer}: {name} {list(shape)}: {fault}"
+
+
+def _cut_fault(shape: tuple[int, ...], replicated: str | None, ranks: Sequence[Sequence[Part]]) -> str | None:
+    """What is wrong with the boxes of one global tensor, by tensor rank, if anything."""
+    first_of: dict[int, int] = {}
+    for rank, parts in enumerate(ranks):
+        first = first_of.setdefault(same_place(replicated, rank, len(ranks)), rank)
+        if parts != ranks[first]:
+            return f"marked as replicated over {replicated}, but tensor ranks {first} and {rank} hold different parts"
+    held = [(rank, part) for rank in first_of.values() for part in ranks[rank]]
+    for (a, (a_start, a_size)), (b, (b_start, b_size)) in combinations(held, 2):
+        if intersect(a_start, a_size, b_start, b_size) is not None:
+            who = f"tensor ranks {a} and {b} hold" if a != b else "its parameters hold"
+            return (
+                f"{who} the same elements, and its record does not say that it is replicated: mark the record"
+                " replicated=slicing.replicated, or cut it over the Slicing's tp axis (was the layer given a Slicing"
+                " with the topology's tp axis?)"
+            )
+    found, wanted = sum(math.prod(size) for _, (_, size) in held), math.prod(shape)
+    if found != wanted:
+        return f"tensor ranks hold {found} of its {wanted} elements: start and size of its pieces do not make it up"
+    return None
+
+
+def _differences(first: Sequence[Any], mine: Sequence[Any], rank: int) -> list[str]:
+    """Where this rank's description of the model departs from that of rank 0."""
+    own = [[layer, path, name, {k: _plain(v) for k, v in facts.items()}] for layer, path, name, facts in mine]
+    for there, here in zip(first, own, strict=False):
+        if there != here:
+            layer, path, name, facts = here
+            keys = [k for k in facts if there[3].get(k) != facts[k]] if there[:3] == here[:3] else []
+            what = ", ".join(f"{k} {there[3][k]} and {facts[k]}" for k in keys) or f"{there[2]} and {name}"
+            text = (
+                f"{layer}: parameter {path} is not the same on ranks 0 and {rank}: {what}; what a layer is must not"
+                " depend on the rank (only start and size of its pieces may)"
+            )
+            return [text]
+    return [] if len(first) == len(own) else [f"rank {rank} has {len(own)} parameters, rank 0 has {len(first)}"]
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
