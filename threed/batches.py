@@ -17,20 +17,11 @@ from threed import collectives
 from threed.config import Config
 from threed.layers import MicroBatch
 from threed.models import Model, Wrapped
-from threed.models.counting import with_some_label
+from threed.models.counting import count_items, with_some_label
 from threed.precision import dtype
 from threed.topology import Topology
 
 Batch = Mapping[str, Tensor]
-
-
-def count_items(batch: Batch) -> Tensor:
-    """What the loss is a mean over: the integer labels that are not below 0, or else rows; fp64 scalar."""
-    labels = batch.get("labels")
-    if labels is not None and not labels.is_floating_point():
-        return (labels >= 0).sum().double()
-    first = next(iter(batch.values()))
-    return torch.tensor(float(len(first)), dtype=torch.float64, device=first.device)
 
 
 class Batches:
@@ -94,7 +85,7 @@ class Batches:
         whole = {key: self._placed(value) for key, value in batch.items()}
         first = consumed + self.topology.axis("dp").index * rows
         whole.setdefault("samples", torch.arange(first, first + rows, device=self.topology.device))
-        weight = self._weight(count_items(whole), scale)
+        weight = self._weight(count_items(whole, shifted=False), scale)
         return [
             self._micro_batch({key: value[at : at + self.size] for key, value in whole.items()}, weight, step, training)
             for at in range(0, rows, self.size)

@@ -32,7 +32,7 @@ from threed.layers import MicroBatch
 from threed.metrics import StepMetrics as StepMetrics
 from threed.models import Model, Wrapped
 from threed.models.check import check
-from threed.models.wrapped import find_references, find_renormalised
+from threed.models.wrapped import find_problems
 from threed.pipeline import build, checkpoints
 from threed.pipeline.executor import Executor, Span
 from threed.pipeline.stage import Stage, Whole
@@ -156,15 +156,8 @@ class Engine:
         axes = {name for name in setup.shard_axes(config, topology) if name}
         topology.prepare(build.blocks(layers) | axes, [tie.stages for tie in tied.values()])
         units = mine if self.wrapped is None else self.wrapped.units
-        if self.wrapped is not None and topology.dp > 1 and (renorm := find_renormalised(self.wrapped.module)):
-            fix = (
-                "each data rank would change the rows it sees only; normalise rows in the forward, or use one data rank"
-            )
-            raise ConfigError([f"{', '.join(renorm)}: an embedding with max_norm: {fix}"])
-        if self.wrapped is not None and config.zero.stage == 3 and (beside := find_references(self.wrapped.module)):
-            raise ConfigError(
-                [f"--zero.stage 3: {', '.join(beside)} refer to parameters that will be slices; use stage 2"]
-            )
+        if self.wrapped is not None and (p := find_problems(self.wrapped.module, topology.dp, config.zero.stage)):
+            raise ConfigError(p)
         self.layout = layout.build(units, tied, topology, setup.policy(config, topology))
         setup.size_buffers(self.layout, config, len(setup.rule(config.optim).parts))
         trainable = collectives.exchange(bool(self.layout.buckets), topology.axis("world"))
@@ -189,7 +182,7 @@ class Engine:
         if self.wrapped is None:
             table.install((m for layer in mine for m in layer.modules()), self.layout, self.gatherer)
             return None
-        self.wrapped.initialised(self.topology.device, dtype(self.config.precision.dtype))
+        self.wrapped.initialised(self.topology.device, self.batches.dtype)
         self.reducer.unused = self.optimizer.unused = Unused(self.layout, self.optimizer.updates)
         self.changes = Changes(self.layout, self.optimizer, self.gatherer)
         w, ahead = self.wrapped, self.config.zero.prefetch
@@ -305,9 +298,7 @@ class Engine:
         module = self.module
         self._take_in()
         self.optimizer.settle()
-        for group in self.layout.groups:
-            if group.sliced:
-                self.gatherer.open(group, BY_HAND)
+        self.gatherer.open_all(BY_HAND)
         try:
             yield module
         finally:

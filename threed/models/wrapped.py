@@ -220,10 +220,18 @@ def find_references(module: nn.Module) -> list[str]:
     return found
 
 
-def find_renormalised(module: nn.Module) -> list[str]:
-    """Embeddings that change their own rows as they are used."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    return [name for name, m in module.named_modules() if isinstance(m, kinds) and m.max_norm is not None]
+def find_problems(module: nn.Module, data_ranks: int, stage: int) -> list[str]:
+    """What of a module is not right on so many data ranks under a ZeRO stage, with what to do."""
+    kinds, problems = (nn.Embedding, nn.EmbeddingBag), []
+    renorm = [name for name, m in module.named_modules() if isinstance(m, kinds) and m.max_norm is not None]
+    if renorm and data_ranks > 1:
+        problems.append(
+            f"{', '.join(renorm)}: an embedding with max_norm: each data rank would change the rows it sees only;"
+            " normalise rows in the forward, or use one data rank"
+        )
+    if stage == 3 and (beside := find_references(module)):
+        problems.append(f"--zero.stage 3: {', '.join(beside)} refer to parameters that will be slices; use stage 2")
+    return problems
 
 
 def stays_wide(owner: nn.Module, key: str) -> bool:

@@ -151,6 +151,12 @@ class Gatherer:
             self._holders[group] = set()
         self._holders[group].add(holder)
 
+    def open_all(self, holder: int) -> None:
+        """Begins to gather all sliced groups, and keeps them whole for `holder`."""
+        for group in self.layout.groups:
+            if group.sliced:
+                self.open(group, holder)
+
     def _end_gathers(self) -> None:
         """Waits for all gathers, also of what nobody has used yet: their slices go back."""
         self._exchange()

@@ -6,12 +6,37 @@ and what leaves as a bucket's window (`leave`, and `left` when it is needed no m
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from threed.collectives import Pending
+from threed.memory.tiers import Home, Loan
+from threed.topology import Axis
 from threed.zero.layout import Bucket, Layout, Slot
+
+
+@dataclass(eq=False)
+class Gradient:
+    """A bucket's slice of the summed gradients: on loan from where it lives, when asked for, and its squares' sum."""
+
+    home: Home
+    squares: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Travelling:
+    """A bucket whose gradients are being summed. add: to what earlier rounds left at home, which is on loan. complete:
+    its slice is the whole sum then."""
+
+    bucket: Bucket
+    window: Tensor
+    pending: Pending
+    loan: Loan
+    add: bool
+    complete: bool
 
 
 class Gradients(Protocol):
@@ -173,3 +198,18 @@ def _gaps(bucket: Bucket) -> list[tuple[int, int]]:
     if at < bucket.last:
         gaps.append((at - bucket.first, bucket.last - bucket.first))
     return gaps
+
+
+def early_sum(bucket: Bucket) -> tuple[Axis, ...]:
+    """The sum that may leave while backward runs: over data ranks, whose buckets are the same.
+
+    Tensor ranks need not cut alike (their vocabulary shards differ in size), and their layers talk on the same axis
+    all the while: a sum over them that leaves at the first chance would meet another message on another rank.
+    """
+    first = bucket.group.sums[:1]
+    return first if bucket.group.shard.size == 1 and first and first[0].label == "dp" else ()
+
+
+def later_sums(bucket: Bucket) -> tuple[Axis, ...]:
+    """The sums that are left after the one a bucket starts with."""
+    return bucket.group.sums[len(early_sum(bucket)) :]

@@ -25,9 +25,9 @@ from threed.ops.update import Moment, Rule
 from threed.precision import LossScale, Scaler
 from threed.topology import Axis
 from threed.zero.gather import Gatherer
+from threed.zero.gradients import Gradient
 from threed.zero.layout import Bucket, Layout
 from threed.zero.norm import sum_of_squares
-from threed.zero.reducer import Gradient
 from threed.zero.state import (
     GRADIENT,
     PARAMETER,

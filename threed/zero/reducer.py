@@ -18,43 +18,21 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
-from threed.memory.tiers import Home, InMemory, Loan, start_copy
+from threed.memory.tiers import InMemory, Loan, start_copy
 from threed.planner.memory import BUCKETS_IN_FLIGHT
 from threed.topology import Axis
-from threed.zero.gradients import ByBucket, Gradients, Whole
+from threed.zero.gradients import ByBucket, Gradient, Gradients, Travelling, Whole, early_sum, later_sums
 from threed.zero.layout import Bucket, Layout, Slot
 from threed.zero.norm import squares
 from threed.zero.others import left
 from threed.zero.sink import EVER, Sink, taken_by, too_late
 from threed.zero.unused import Unused
-
-
-@dataclass(eq=False)
-class Gradient:
-    """A bucket's slice of the summed gradients: on loan from where it lives, when asked for, and its squares' sum."""
-
-    home: Home
-    squares: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Travelling:
-    """A bucket whose gradients are being summed. add: to what earlier rounds left at home, which is on loan. complete:
-    its slice is the whole sum then."""
-
-    bucket: Bucket
-    window: Tensor
-    pending: Pending
-    loan: Loan
-    add: bool
-    complete: bool
 
 
 class Reducer:
@@ -157,15 +135,15 @@ class Reducer:
         loan = bucket.grad.fetch() if add else bucket.grad.blank()
         shard, into = bucket.group.shard, loan.values
         if shard.size == 1:
-            pending = self._sum_over(window, _early(bucket))
+            pending = self._sum_over(window, early_sum(bucket))
         elif into.device != window.device:
             pending = collectives.start_reduce_scatter(window, shard, wire=self.wire)
         else:
             pending = collectives.start_reduce_scatter(window, shard, wire=self.wire, into=into, add=add)
-        complete = self._rounds_left <= 1 and not _rest(bucket)
+        complete = self._rounds_left <= 1 and not later_sums(bucket)
         self._travelling.append(Travelling(bucket, window, pending, loan, add, complete))
         at_hand = not add or isinstance(bucket.grad, InMemory)
-        if self.rounds and at_hand and shard.size == 1 and not _early(bucket):
+        if self.rounds and at_hand and shard.size == 1 and not early_sum(bucket):
             self._land()  # there is nothing to wait for
 
     def _make_way(self, bucket: Bucket) -> None:
@@ -250,11 +228,11 @@ class Reducer:
         for bucket in (bucket for group in self.layout.groups if group.kind.trainable for bucket in group.buckets):
             device = bucket.group.params.device
             if isinstance(bucket.grad, InMemory) and bucket.grad.device == device:
-                sums[bucket] = self._sum_over(bucket.grad.tensor, _rest(bucket))
-            elif _rest(bucket):
+                sums[bucket] = self._sum_over(bucket.grad.tensor, later_sums(bucket))
+            elif later_sums(bucket):
                 loan = bucket.grad.fetch()
                 own = loan.wait()
-                own.copy_(self._sum_over(own.to(device), _rest(bucket)).wait())
+                own.copy_(self._sum_over(own.to(device), later_sums(bucket)).wait())
                 self._put_back(bucket, loan, complete=True)
         for pending in sums.values():
             pending.wait()
@@ -320,7 +298,7 @@ class Reducer:
                 " ranks at once; route alike on all ranks, or use --zero.stage 2"
             )
         late = {number for _, numbers in told for number in numbers}
-        if any(_early(bucket) for bucket in self.layout.buckets):  # stage 0, whose sums are over the replicas
+        if any(early_sum(bucket) for bucket in self.layout.buckets):  # stage 0, whose sums are over the replicas
             late.update(number for numbers in collectives.exchange(mine, policy.replicas) for number in numbers)
         for number in sorted(late):
             bucket = self.layout.buckets[number]
@@ -334,21 +312,6 @@ class Reducer:
             total = collectives.start_reduce_scatter(window, policy.shard, wire=self.wire)
             loan = bucket.grad.fetch()
             own = loan.wait()
-            own.add_(self._sum_over(total.wait(), _early(bucket)).wait().to(own.device))
-            self._put_back(bucket, loan, complete=not _rest(bucket))
+            own.add_(self._sum_over(total.wait(), early_sum(bucket)).wait().to(own.device))
+            self._put_back(bucket, loan, complete=not later_sums(bucket))
         self._aside.clear()
-
-
-def _early(bucket: Bucket) -> tuple[Axis, ...]:
-    """The sum that may leave while backward runs: over data ranks, whose buckets are the same.
-
-    Tensor ranks need not cut alike (their vocabulary shards differ in size), and their layers talk on the same axis
-    all the while: a sum over them that leaves at the first chance would meet another message on another rank.
-    """
-    first = bucket.group.sums[:1]
-    return first if bucket.group.shard.size == 1 and first and first[0].label == "dp" else ()
-
-
-def _rest(bucket: Bucket) -> tuple[Axis, ...]:
-    """The sums that are left after the one a bucket starts with."""
-    return bucket.group.sums[len(_early(bucket)) :]
