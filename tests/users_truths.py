@@ -233,7 +233,8 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def train(name: str, weights: Weights, batches: Sequence[Batch], microbatches: int, evaluated: Batch) -> Result:
     """A step of AdamW on each batch, cut into micro-batches; then the mean loss of one more."""
-    w = {key: value.double().clone().requires_grad_() for key, value in weights.items()}
+    buffers = (".mean", ".scale")
+    w = {key: value.double().clone().requires_grad_() for key, value in weights.items() if not key.endswith(buffers)}
     trained = {key: value for key, value in w.items() if not key.startswith(FROZEN.get(name, ("no such name",)))}
     groups = [
         {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": DECAY},
@@ -251,6 +252,8 @@ def train(name: str, weights: Weights, batches: Sequence[Batch], microbatches: i
     with torch.no_grad():
         result.evaluation = float(summed_loss(TRUTHS[name](w, evaluated, run), labels) / (labels >= 0).sum())
     result.weights = {key: value.detach() for key, value in w.items()}
+    for layer, mean in run.means.items():
+        result.weights |= {f"{layer}.mean": mean, f"{layer}.scale": torch.tensor(1 / len(batches), dtype=torch.float64)}
     return result
 
 
