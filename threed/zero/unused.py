@@ -61,8 +61,8 @@ class Unused:
         first, last, ends = bucket.own_first, bucket.own_last, []
         start = torch.zeros_like(self.updates)
         slots = [slot for slot in bucket.slots() if slot.last > first and slot.first < last]
-        for slot, after in zip(slots, [*slots[1:], None], strict=True):
-            end = last if after is None else after.first
+        for number, slot in enumerate(slots):
+            end = slots[number + 1].first if number + 1 < len(slots) else last
             ends.append((end, None if slot in never else self._since.get(slot, start)))
         found, at = [], 0
         for _, some in groupby(ends, key=lambda both: id(both[1])):
