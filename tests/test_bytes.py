@@ -170,9 +170,9 @@ def times_gathered(group: Group, engine: Engine, case: Case) -> int:
 
 def messages(engine: Engine, case: Case) -> dict[str, int]:
     """The step's few numbers: valid tokens over data ranks where the loss is; over all ranks the norm's square, whether
-    it is finite, and the loss."""
+    it is finite, the loss, and whether token ids and labels were within the vocabulary."""
     last = engine.stage_index == case.pp - 1
-    return {"tp": 0, "pp": 0, "dp": 8 * (case.dp - 1) if last else 0, "world": 3 * 8 * (case.world - 1)}
+    return {"tp": 0, "pp": 0, "dp": 8 * (case.dp - 1) if last else 0, "world": 5 * 8 * (case.world - 1)}
 
 
 def measure(case: Case) -> Sent:
