@@ -25,7 +25,7 @@ _SLOW = ["pytest", "hypothesis", "torch.fx.experimental.symbolic_shapes", "torch
 _context.set_forkserver_preload(["threed.engine", "tests.configs", *_SLOW])
 
 
-def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float = 600) -> list[Any]:
     """Runs `work(*args)` on `world` gloo ranks; AssertionError with every traceback when one fails, dies or hangs."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []

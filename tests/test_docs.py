@@ -258,7 +258,7 @@ def run_example(folder: Path, *flags: str, ranks: int = 1, example: Path = EXAMP
     small = "--data.path text.txt --train.steps 3 --train.global-batch 8 --model.hidden 32 --model.seq 32".split()
     done = subprocess.run(
         [sys.executable, *launcher, str(example), *small, *flags], cwd=folder, capture_output=True, text=True,
-        timeout=200, env={**os.environ, "THREED_CACHE": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=600, env={**os.environ, "THREED_CACHE": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if line]
