@@ -138,7 +138,7 @@ def map_file(folder: Path, tree: Path, names: list[str], test: Path, slot: int) 
     command = ["-p", "tests.mutants", "-m", MARKED, "--timeout", "1500", name]
     status, seconds, output = run_pytest(tree, command, 3000, {HITS: str(hits)})
     if status not in (0, 1, 5):
-        return f"{name}: {output}"
+        return f"{name}: {output[-4000:]}"
     records = [json.loads(line) for line in hits.with_suffix(".jsonl").read_text().splitlines()]
     statements = collections.defaultdict(list)
     for index, record in enumerate(records):
@@ -147,7 +147,9 @@ def map_file(folder: Path, tree: Path, names: list[str], test: Path, slot: int) 
     known = {"hash": hash_of(test), "tests": records, "statements": statements}
     _write(map_path(folder, test), json.dumps(known))
     failed = [record["test"] for record in records if not record["passed"]]
-    return f"{name}: {len(records)} tests, {seconds:.0f} s" + (f"; did not pass: {failed}" if failed else "")
+    return f"{name}: {len(records)} tests, {seconds:.0f} s" + (
+        f"; {len(failed)} failed or were skipped" if failed else ""
+    )
 
 
 def make_map(folder: Path, jobs: int) -> None:
@@ -223,7 +225,7 @@ def run_pytest(tree: Path, arguments: list[str], limit: float, more: dict[str, s
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             output.seek(0)
-            return status, time.monotonic() - start, output.read()[-4000:]
+            return status, time.monotonic() - start, output.read()[-40000:]
 
 
 # The changes: drawing them, choosing their tests, running these.
@@ -407,7 +409,8 @@ def report(mutants: list[Mutant], known: dict[str, dict[str, Any]]) -> float:
     return share
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description="Do the tests notice small changes of meaning?")
     parser.add_argument("--folder", type=Path, required=True, help="where the map, the copies and the results are kept")
     parser.add_argument("--seed", type=int, default=0)
@@ -416,7 +419,11 @@ def main() -> None:
     parser.add_argument("--map", action="store_true", help="only find out which test runs which statement")
     parser.add_argument("--retry", action="store_true", help="run survivors again")
     parser.add_argument("--list", action="store_true", help="only print the changes")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
     folder = options.folder.resolve()
     if options.list:
         print(*draw(options.seed, options.count), sep="\n")

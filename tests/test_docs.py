@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests import hf_models
+from tests import hf_models, mutants
 from tests.harness import run_ranks
 from threed import cli, schedules
 from threed.arguments import GROUPS, format_problems, load_checked
@@ -148,6 +148,8 @@ def check_command(words: list[str]) -> None:
         check_tool(rest)
     elif program == "python" and rest[:2] == ["-m", "pytest"]:
         assert all((ROOT / word).exists() for word in rest if "/" in word), words
+    elif program == "python" and rest[0] == "tests/mutants.py":
+        mutants.parser().parse_args(rest[1:])
     elif program == "python":
         check_training(rest[0], rest[1:], 1)
     else:
