@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,10 +172,21 @@ def make_map(folder: Path, jobs: int) -> None:
             slots.put(slot)
 
     print(f"the map: {len(missing)} of {len(tests)} test files, {len(names)} statements", flush=True)
+    for done, told in enumerate(at_once(one, missing, jobs), 1):
+        print(f"  {done}/{len(missing)} {told}", flush=True)
+
+
+def at_once(work: Callable[[Any], Any], items: list[Any], jobs: int) -> Iterator[Any]:
+    """What work(item) gives for each, as they come. Where it is stopped, what runs is ended and the rest not begun."""
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(one, test) for test in missing]
-        for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
-            print(f"  {done}/{len(missing)} {future.result()}", flush=True)
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(RUNNING):
+                end(process)
 
 
 def map_path(folder: Path, test: Path) -> Path:
@@ -201,6 +213,16 @@ def _write(path: Path, text: str) -> None:
 # Running tests.
 
 
+RUNNING: set[subprocess.Popen[str]] = set()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kills a process and those that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def run_pytest(tree: Path, arguments: list[str], limit: float, more: dict[str, str]) -> tuple[int | None, float, str]:
     """Runs pytest in a copy of the tree, ends all its processes; its exit status (None past the limit), seconds, and
     the end of what it printed."""
@@ -216,14 +238,14 @@ def run_pytest(tree: Path, arguments: list[str], limit: float, more: dict[str, s
                 [sys.executable, "-m", "pytest", *quiet, *arguments], cwd=tree, env=settings, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
+            RUNNING.add(process)
             try:
                 status: int | None = process.wait(limit)
             except subprocess.TimeoutExpired:
                 status = None
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                RUNNING.discard(process)
+                end(process)
             output.seek(0)
             return status, time.monotonic() - start, output.read()[-40000:]
 
@@ -362,10 +384,8 @@ def run(mutants: list[Mutant], covering: Covering, folder: Path, jobs: int, retr
             trees.put(tree)
 
     start = time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool, path.open("a") as file:
-        futures = [pool.submit(one, mutant) for mutant in left]
-        for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
-            record = future.result()
+    with path.open("a") as file:
+        for done, record in enumerate(at_once(one, left, jobs), 1):
             known[record["key"]] = record
             file.write(json.dumps(record) + "\n")
             file.flush()
@@ -424,6 +444,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = options.folder.resolve()
     if options.list:
         print(*draw(options.seed, options.count), sep="\n")
