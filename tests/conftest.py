@@ -21,7 +21,22 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+# The files that take longest, longest first: they begin first, so that two workers end together; all are slow.
+LONGEST = (
+    "test_equivalence", "test_executor", "test_users_models", "test_verify", "test_recompute", "test_zero_wrapped",
+    "test_pretrain", "test_zero_wrapped_edges", "test_zero_offload_wrapped", "test_zero_memory", "test_benchmarks",
+    "test_docs", "test_bytes", "test_zero_meta", "test_zero_tile", "test_zero_offload", "test_zero_offload_faults",
+    "test_zero_optimizers", "test_zero_resume", "test_deepspeed", "test_deepspeed_offload_run", "test_recompute_memory",
+)  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    for item in items:
+        if item.path.stem in places:
+            item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def map_file(folder: Path, tree: Path, names: list[str], test: Path, slot: int) 
     command = ["-p", "tests.mutants", "-m", MARKED, "--timeout", "1500", name]
     status, seconds, output = run_pytest(tree, command, 3000, {HITS: str(hits)})
     if status not in (0, 1, 5):
-        return f"{name}: {output}"
+        return f"{name}: {output[-4000:]}"
     records = [json.loads(line) for line in hits.with_suffix(".jsonl").read_text().splitlines()]
     statements = collections.defaultdict(list)
     for index, record in enumerate(records):
@@ -147,7 +148,9 @@ def map_file(folder: Path, tree: Path, names: list[str], test: Path, slot: int) 
     known = {"hash": hash_of(test), "tests": records, "statements": statements}
     _write(map_path(folder, test), json.dumps(known))
     failed = [record["test"] for record in records if not record["passed"]]
-    return f"{name}: {len(records)} tests, {seconds:.0f} s" + (f"; did not pass: {failed}" if failed else "")
+    return f"{name}: {len(records)} tests, {seconds:.0f} s" + (
+        f"; {len(failed)} failed or were skipped" if failed else ""
+    )
 
 
 def make_map(folder: Path, jobs: int) -> None:
@@ -169,10 +172,21 @@ def make_map(folder: Path, jobs: int) -> None:
             slots.put(slot)
 
     print(f"the map: {len(missing)} of {len(tests)} test files, {len(names)} statements", flush=True)
+    for done, told in enumerate(at_once(one, missing, jobs), 1):
+        print(f"  {done}/{len(missing)} {told}", flush=True)
+
+
+def at_once(work: Callable[[Any], Any], items: list[Any], jobs: int) -> Iterator[Any]:
+    """What work(item) gives for each, as they come. Where it is stopped, what runs is ended and the rest not begun."""
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(one, test) for test in missing]
-        for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
-            print(f"  {done}/{len(missing)} {future.result()}", flush=True)
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(RUNNING):
+                end(process)
 
 
 def map_path(folder: Path, test: Path) -> Path:
@@ -199,6 +213,16 @@ def _write(path: Path, text: str) -> None:
 # Running tests.
 
 
+RUNNING: set[subprocess.Popen[str]] = set()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kills a process and those that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def run_pytest(tree: Path, arguments: list[str], limit: float, more: dict[str, str]) -> tuple[int | None, float, str]:
     """Runs pytest in a copy of the tree, ends all its processes; its exit status (None past the limit), seconds, and
     the end of what it printed."""
@@ -214,16 +238,16 @@ def run_pytest(tree: Path, arguments: list[str], limit: float, more: dict[str, s
                 [sys.executable, "-m", "pytest", *quiet, *arguments], cwd=tree, env=settings, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
+            RUNNING.add(process)
             try:
                 status: int | None = process.wait(limit)
             except subprocess.TimeoutExpired:
                 status = None
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                RUNNING.discard(process)
+                end(process)
             output.seek(0)
-            return status, time.monotonic() - start, output.read()[-4000:]
+            return status, time.monotonic() - start, output.read()[-40000:]
 
 
 # The changes: drawing them, choosing their tests, running these.
@@ -360,10 +384,8 @@ def run(mutants: list[Mutant], covering: Covering, folder: Path, jobs: int, retr
             trees.put(tree)
 
     start = time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool, path.open("a") as file:
-        futures = [pool.submit(one, mutant) for mutant in left]
-        for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
-            record = future.result()
+    with path.open("a") as file:
+        for done, record in enumerate(at_once(one, left, jobs), 1):
             known[record["key"]] = record
             file.write(json.dumps(record) + "\n")
             file.flush()
@@ -407,7 +429,8 @@ def report(mutants: list[Mutant], known: dict[str, dict[str, Any]]) -> float:
     return share
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description="Do the tests notice small changes of meaning?")
     parser.add_argument("--folder", type=Path, required=True, help="where the map, the copies and the results are kept")
     parser.add_argument("--seed", type=int, default=0)
@@ -416,7 +439,12 @@ def main() -> None:
     parser.add_argument("--map", action="store_true", help="only find out which test runs which statement")
     parser.add_argument("--retry", action="store_true", help="run survivors again")
     parser.add_argument("--list", action="store_true", help="only print the changes")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = options.folder.resolve()
     if options.list:
         print(*draw(options.seed, options.count), sep="\n")

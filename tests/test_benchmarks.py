@@ -127,6 +127,7 @@ def test_engines_of_the_offload_suites_train_the_same_thing(name: str) -> None:
         assert 0 < found["update_ms"] < found["step_ms"], engine
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_what_swaps_reads_and_writes_the_state(tmp_path: Path) -> None:
     chosen = options(only=["wrapped_zero3_nvme"], quick=False, folder=tmp_path, preset="small")
@@ -168,6 +169,7 @@ def test_the_drive_and_adam_are_measured(tmp_path: Path) -> None:
     assert adam["full"]["best_ms"] > 0
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_memory_and_bytes_of_one_engine() -> None:
     (record,) = run.run_suite("zero", options(only=["threed_zero1"], quick=False))

@@ -389,6 +389,7 @@ def look(engine: Engine) -> torch.Tensor:
     return both
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(loopback_bytes() is None, reason="needs Linux: /proc/net/dev counts loopback bytes")
 @pytest.mark.parametrize("name", KERNEL)
 def test_the_kernel_counts_the_bytes_we_count(name: str) -> None:

@@ -186,7 +186,7 @@ def test_four_processes_at_once_agree_and_leave_one_cache(tmp_path: Path) -> Non
         process.start()
     found = [report.get() for _ in processes]
     for process in processes:
-        process.join(timeout=20)
+        process.join(timeout=120)
         assert process.exitcode == 0
     assert all(one == found[0] for one in found)
     assert len(list((tmp_path / "c").glob("tokens-*/tokens.bin"))) == 1

@@ -28,7 +28,7 @@ def noting(seen: list[int]) -> Callable[[int], int]:
     return fetch
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "timed out"
@@ -154,11 +154,11 @@ def test_close_wakes_a_waiting_get() -> None:
     time.sleep(0.05)
     closing = threading.Thread(target=batches.close)
     closing.start()
-    asking.join(timeout=5)
+    asking.join(timeout=60)
     assert not asking.is_alive()
     assert len(raised) == 1
     gate.set()
-    closing.join(timeout=5)
+    closing.join(timeout=60)
     assert not closing.is_alive()
 
 

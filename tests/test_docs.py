@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests import hf_models
+from tests import hf_models, mutants
 from tests.harness import run_ranks
 from threed import cli, schedules
 from threed.arguments import GROUPS, format_problems, load_checked
@@ -150,6 +150,8 @@ def check_command(words: list[str]) -> None:
         check_tool(rest)
     elif program == "python" and rest[:2] == ["-m", "pytest"]:
         assert all((ROOT / word).exists() for word in rest if "/" in word), words
+    elif program == "python" and rest[0] == "tests/mutants.py":
+        mutants.parser().parse_args(rest[1:])
     elif program == "python":
         check_training(rest[0], rest[1:], 1)
     else:
@@ -262,7 +264,7 @@ def run_example(folder: Path, *flags: str, ranks: int = 1, example: Path = EXAMP
     small = "--data.path text.txt --train.steps 3 --train.global-batch 8 --model.hidden 32 --model.seq 32".split()
     done = subprocess.run(
         [sys.executable, *launcher, str(example), *small, *flags], cwd=folder, capture_output=True, text=True,
-        timeout=200, env={**os.environ, "THREED_CACHE": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=600, env={**os.environ, "THREED_CACHE": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if line]

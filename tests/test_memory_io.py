@@ -351,7 +351,7 @@ def forked(work: Callable[[], object]) -> int:
     if child == 0:
         status = 1
         try:
-            signal.alarm(30)
+            signal.alarm(120)
             work()
             status = 0
         finally:

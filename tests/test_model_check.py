@@ -195,7 +195,7 @@ def unequal_rows(stage: int) -> None:
     mine = {key: value[:8] if index == 0 else value[8:] for key, value in data.items()}
     with pytest.raises(ValueError, match=f"data rank {index} got a batch of {(8, 4)[index]} rows; each of the 2 data"):
         engine.step(mine)
-    with pytest.raises(ValueError, match=r"data ranks evaluate different numbers of rows, \[8, 4\]"):
+    with pytest.raises(ValueError, match=r"data ranks evaluate different numbers of rows, \[\[8\], \[4\]\]"):
         engine.evaluate(mine)
     assert engine.step(share(data, engine.topology)).loss > 0
 

@@ -76,6 +76,7 @@ def test_damaged_files_and_long_names(tmp_path: Path) -> None:
         Heartbeat(tmp_path, 3).beat(1, "p" * 300)
 
 
+@pytest.mark.alone
 def test_a_beat_costs_less_than_fifty_microseconds(tmp_path: Path) -> None:
     heart = Heartbeat(tmp_path, 0)
     costs = []
@@ -96,7 +97,7 @@ while True:
 """
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as writer:
         try:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 120
             while not read_all(tmp_path) and time.monotonic() < deadline:
                 time.sleep(0.01)
             seen = [read_all(tmp_path) for _ in range(3000)]

@@ -32,7 +32,7 @@ def _run(program: str, tmp_path: Path, **extra: str) -> list[str]:
     home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "PYTHONPATH": str(ROOT)}
     env = {**clean, **home, **extra}
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

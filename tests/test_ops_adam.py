@@ -319,7 +319,7 @@ def test_a_forked_child_has_threads_too() -> None:
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)  # ends it, should it hang
+        signal.alarm(120)  # ends it, should it hang
         call(tensors, g, moment())
         threads = len(os.listdir("/proc/self/task"))
         torch.set_num_threads(1)  # torch's own threads do not outlive a fork

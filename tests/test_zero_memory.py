@@ -150,6 +150,7 @@ def check_no_leak(stage: int) -> tuple[list[int], list[int], int]:
         return before, live.settled(), rss_bytes() - rss
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_nothing_grows_over_300_steps(stage: int) -> None:
     for before, after, grown in run_ranks(2, check_no_leak, stage):

@@ -49,22 +49,22 @@ class Batches:
             raise ValueError(f"this rank's batch of {rows} sequences is not a multiple of micro-batch {self.size}")
         return rows
 
-    def _equal_rows(self, rows: int, training: bool) -> None:
-        """Raises ValueError where data ranks pass different numbers of rows: they would lose each other. A step does
-        not ask the other ranks: its rows are known."""
+    def _agreed_rows(self, batch: Batch, training: bool) -> int:
+        """Rows of the batch. Raises ValueError where data ranks pass different numbers of them: they would lose each
+        other. A step does not ask the other ranks: its rows are known."""
         data = self.topology.axis("dp")
-        if data.size == 1:
-            return
-        due = self.global_batch // data.size
-        if training and rows != due:
+        if not training and data.size > 1:
+            given = {len(value) if isinstance(value, Tensor) and value.dim() else 0 for value in batch.values()}
+            everyone = collectives.exchange(sorted(given), data)
+            if any(other != everyone[0] for other in everyone):
+                raise ValueError(f"data ranks evaluate different numbers of rows, {everyone}: give each equally many")
+        rows, due = self.rows(batch), self.global_batch // data.size
+        if training and data.size > 1 and rows != due:
             raise ValueError(
                 f"data rank {data.index} got a batch of {rows} rows; each of the {data.size} data ranks must get"
                 f" train.global_batch / dp = {due}"
             )
-        if not training and len(set(everyone := collectives.exchange(rows, data))) > 1:
-            raise ValueError(
-                f"data ranks evaluate different numbers of rows, {everyone}: give each of them equally many"
-            )
+        return rows
 
     def micro_batches(
         self, batch: Batch, step: int, consumed: int, scale: Tensor | float, training: bool
@@ -76,8 +76,7 @@ class Batches:
         reads from `MicroBatch.inputs`; for a wrapped module its keyword arguments. consumed: samples of the global
         batches before. scale: the loss scale. Collective.
         """
-        rows = self.rows(batch)
-        self._equal_rows(rows, training)
+        rows = self._agreed_rows(batch, training)
         if self.wrapped is not None:
             return self._of_a_module(self.wrapped, batch, rows // self.size, step, scale, training)
         if "tokens" in batch:

@@ -29,6 +29,7 @@ from threed.checkpoint.extras import Extras
 from threed.checks import find_refusals
 from threed.config import Config, ConfigError, resolve
 from threed.layers import MicroBatch
+from threed.metrics import Faults
 from threed.metrics import StepMetrics as StepMetrics
 from threed.models import Model, Wrapped
 from threed.models.check import check
@@ -103,6 +104,7 @@ class Engine:
         self.gatherer = Gatherer(self.layout, self._gather_axis())
         wire = dtype(config.precision.reduce_dtype or config.precision.grad_dtype or "fp32")
         self.reducer = Reducer(self.layout, wire, dynamic=self.wrapped is not None)
+        self.reducer.speaks = topology.axis("tp").index == 0
         self.optimizer = Optimizer(
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
             learning_rate or self._learning_rate(), device=topology.device, grad_clip=config.train.grad_clip,
@@ -139,6 +141,7 @@ class Engine:
             check(layers, self.model.slicing, topology.axis("tp"), topology.axis("world"))
         modules = [module for layer in layers for module in layer.modules()]
         self.flags = [flag for module in modules for flag in getattr(module, "data_flags", ())]
+        self.faults = Faults([*(flag.what for flag in self.flags), "a loss that is no number (NaN)"], topology.device)
         setup.check_groups(config.optim, layers)
         costs = self.model.costs(config.train.micro_batch)
         if config.recompute.mode == "full":
@@ -228,8 +231,6 @@ class Engine:
         if not self._begun:
             raise RuntimeError("call Engine.begin(microbatches) first: gradients of the last step are in the way")
         began = time.perf_counter()
-        if self.config.precision.dtype == "fp16":
-            check_no_others(self.layout.slots)
         with own_backward(self.reducer):
             torch.autograd.backward((loss * (self.optimizer.scaler.scale * weight).to(loss.dtype),))
         self._pass_ended()
@@ -247,19 +248,28 @@ class Engine:
         times = [time.perf_counter()]
         self._begun = False
         self._take_in()
+        if self.config.precision.dtype == "fp16":
+            check_no_others(self.layout.slots)
         gradients = self.reducer.finish()
         times.append(time.perf_counter())
-        carry = torch.cat((loss, *(flag.take(loss.device).view(1) for flag in self.flags)))
-        update = self.optimizer.step(gradients, carry)
+        self.buffers.end_step()  # refuses what must not change, while nothing is updated
+        update = self.optimizer.step(gradients, self._with_flags(loss))
         times.append(time.perf_counter())
         self.steps += 1
-        self.buffers.end_step()
+        found = torch.cat((update.sums[1:], self._no_number(update.sums[:1])))
         seconds = dict(zip(PHASES, (self._backwards_s, times[1] - times[0], times[2] - times[1]), strict=True))
         return StepMetrics(
             self.steps, tokens, update.sums[0], update.grad_norm, update.lr, update.loss_scale,
-            self.optimizer.skips.clone(), seconds, update.sums[1:], tuple(flag.what for flag in self.flags),
-            self.optimizer.scaler.rule.dynamic,
+            self.optimizer.skips.clone(), seconds, self.faults, self.faults.add(found),
         )  # fmt: skip
+
+    def _with_flags(self, loss: Tensor) -> Tensor:
+        """The loss [1] and what was found wrong with the data, for one message."""
+        return torch.cat((loss, *(flag.take(loss.device).view(1) for flag in self.flags)))
+
+    def _no_number(self, loss: Tensor) -> Tensor:
+        """1.0 where the loss is NaN; a dynamic loss scale finds its way by such steps."""
+        return torch.zeros_like(loss) if self.optimizer.scaler.rule.dynamic else loss.isnan().double()
 
     def _pass_ended(self, chunk: int = 0) -> None:
         self.reducer.pass_ended()
@@ -275,8 +285,7 @@ class Engine:
             self.buffers.agree()
             losses = self.executor.run(self._plan("forward-only", len(micros)), micros)
             self._forwards_ended()
-            carry = torch.cat((self._carry(losses, 1.0), *(f.take(self.topology.device).view(1) for f in self.flags)))
-            sums = collectives.sum_of_scalars(carry, self.topology.axis("world"))
+            sums = collectives.sum_of_scalars(self._with_flags(self._carry(losses, 1.0)), self.topology.axis("world"))
             return torch.where(sums[1:].any(), torch.nan, sums[0])
 
     def logits(self, tokens: Tensor) -> Tensor | None:
@@ -340,7 +349,9 @@ class Engine:
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
         """Writes a checkpoint folder at `path`, whole or not at all; `extra` is kept in its manifest."""
         self._take_in()
-        state = {"steps": self.steps, "consumed": self.consumed, "extra": dict(extra or {})}
+        learnt = collectives.exchange(self.reducer.learnt(), self.topology.axis("pp"))
+        uses = {name: count for stage in learnt for name, count in stage.items()}
+        state = {"steps": self.steps, "consumed": self.consumed, "extra": dict(extra or {}), "uses": uses}
         if self.optimizer.unused is not None:
             state["unused"] = self.optimizer.unused.state()
         return native.save(Path(path), self.optimizer, self.topology, self.config, state, self.extras)
@@ -351,6 +362,7 @@ class Engine:
         self._take_in()
         state = native.load(Path(path), self.optimizer, self.topology, self.config, self.extras)
         self.steps, self.consumed = int(state["steps"]), int(state["consumed"])
+        self.reducer.restore(state.get("uses", {}))
         if self.optimizer.unused is not None:
             self.optimizer.unused.restore(state.get("unused"))
         return dict(state["extra"])

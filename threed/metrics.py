@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
 class DataError(ValueError):
-    """A batch that a step could not be made of: raised when the step's metrics are read."""
+    """A batch that a step could not be made of: raised when the metrics of that step, or of a later one, are read."""
+
+
+class Faults:
+    """What was found wrong with the data of steps, on the device, until somebody reads a step's metrics.
+
+    checks: what each number of `count` stands for.
+    """
+
+    def __init__(self, checks: Sequence[str], device: torch.device) -> None:
+        self.checks = tuple(checks)
+        self._count = torch.zeros(len(checks), dtype=torch.float64, device=device)
+        self._told = [0.0] * len(checks)
+        self._raised: dict[int, str] = {}  # by step, for whoever reads a second number of its metrics
+
+    def add(self, found: Tensor) -> Tensor:
+        """Counts what a step found [number of checks]; gives the counts so far."""
+        self._count += found
+        return self._count.clone()
+
+    def tell(self, step: int, counts: Tensor) -> None:
+        """Raises DataError where something was found up to this step that nobody was told of before."""
+        now = counts.tolist()
+        what = [check for check, n, told in zip(self.checks, now, self._told, strict=True) if n > told]
+        self._told = [max(both) for both in zip(now, self._told, strict=True)]
+        if what:
+            self._raised[step] = f"up to step {step}, since metrics were last read: {', '.join(what)}"
+        if step in self._raised:
+            raise DataError(self._raised[step])
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,17 +57,11 @@ class StepMetrics:
     _loss_scale: Tensor
     _skipped: Tensor
     seconds: Mapping[str, float]
-    _faults: Tensor | None = None
-    _checks: tuple[str, ...] = ()
-    _may_overflow: bool = False
+    _faults: Faults
+    _found: Tensor
 
     def _checked(self, value: Tensor) -> float:
-        """A number of the step; DataError where the step's data were found wrong, or made the loss no number."""
-        if self._faults is not None and bool(self._faults.any()):
-            what = ", ".join(w for w, n in zip(self._checks, self._faults.tolist(), strict=True) if n)
-            raise DataError(f"step {self.step}: the batch has {what}")
-        if not self._may_overflow and bool(self._loss.isnan()):
-            raise DataError(f"step {self.step}: the loss is no number (NaN); {int(self._skipped)} steps were skipped")
+        self._faults.tell(self.step, self._found)
         return float(value)
 
     @property

@@ -11,6 +11,7 @@ marked so) is the matter of `threed verify`.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -75,12 +76,12 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, tensor: Axis, world: Ax
     cut = list(_badly_cut(uses, tensor))
     problems += [*_doubled(uses), *_unlike(uses), *([] if problems else cut)]
     description = [[use.layer, use.path, use.spec.name, use.facts()] for use in uses]
-    digest = hashlib.sha256(repr(description).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(description).encode()).hexdigest()
     everyone = collectives.exchange([problems, digest], world)
     if any(other != digest for _, other in everyone):
         first = collectives.exchange(description if world.index == 0 else None, world)[0]
         mine = [] if world.index == 0 else _differences(first, description, world.index)
-        everyone = [[found, ""] for found in collectives.exchange(mine, world)]
+        everyone += [[found, ""] for found in collectives.exchange(mine, world)]
     found = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))
     if found:
         more = [f"... and {len(found) - MOST} more"] if len(found) > MOST else []

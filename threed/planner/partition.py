@@ -55,7 +55,6 @@ def balanced(
 
 def uniform(n: int, stages: int) -> list[range]:
     """Cut n layers so that counts differ by at most one, the larger ones first."""
-    _check_stages(n, stages)
     return explicit([n // stages + (stage < n % stages) for stage in range(stages)], n, stages)
 
 

@@ -90,7 +90,7 @@ def preload(*modules: str) -> None:
     _context.set_forkserver_preload(_preloaded)
 
 
-def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float = 600) -> list[Any]:
     """Runs `work(*args)` on `world` gloo ranks, one thread each; what each returned, in rank order.
 
     Raises RanksFailed with every traceback when one fails or dies, or when they are not done after `timeout` seconds.

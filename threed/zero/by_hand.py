@@ -103,8 +103,8 @@ class Changes:
         slot = next(iter(self._to_masters.values()))
         if self.optimizer.delayed is not None:
             raise RuntimeError(
-                f"{slot.spec.name} was changed by hand, while its next values were under way: set"
-                " --zero.delayed-update false"
+                f"{slot.spec.name} was changed by hand, or its .data was asked for, while its next values were under"
+                " way: set --zero.delayed-update false"
             )
         self.optimizer.bring_home()
         while self._to_masters:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -46,13 +46,14 @@ class Reducer:
     def __init__(self, layout: Layout, wire: torch.dtype | None = None, dynamic: bool = False) -> None:
         self.layout, self.wire, self.dynamic = layout, wire, dynamic
         self._learning = True  # until the first step is over
+        self.speaks = True  # of the tensor ranks that hold the same, one names what is unused
         self.rounds = layout.policy.slices_gradients
         self.memory: Gradients = ByBucket(layout) if self.rounds else Whole(layout)
         self._sinks: dict[Slot, Sink] = {}
         self._buckets_of: dict[Slot, list[int]] = {}
         for group in layout.groups:
             for slot in group.slots if group.kind.trainable else ():
-                sink = Sink(self, slot, 1 if dynamic else EVER if slot.varies else len(slot.places))
+                sink = Sink(self, slot, EVER if slot.varies and not dynamic else self._places(slot))
                 slot.param.sink = sink  # type: ignore[attr-defined]
                 slot.param.register_post_accumulate_grad_hook(taken_by(weakref.ref(sink)))
                 self._sinks[slot] = sink
@@ -77,6 +78,20 @@ class Reducer:
     def sink_of(self, slot: Slot) -> Sink:
         """The sink of a trainable parameter."""
         return self._sinks[slot]
+
+    def learnt(self) -> dict[str, int]:
+        """How often parameters are used in a micro-batch, where that is not once for each place they sit in."""
+        return {s.slot.spec.name: s.uses for s in self.sinks if s.uses not in (EVER, self._places(s.slot))}
+
+    def restore(self, learnt: Mapping[str, int]) -> None:
+        """Takes up what a checkpoint's run had learnt, so that sums are made as there. What was used so far, the
+        checkpoint knows, not this run."""
+        for sink in self.sinks:
+            sink.uses = sink.uses if sink.uses == EVER else learnt.get(sink.slot.spec.name, self._places(sink.slot))
+            sink.used = False
+
+    def _places(self, slot: Slot) -> int:
+        return 1 if self.dynamic else len(slot.places)
 
     def begin(self, microbatches: int) -> None:
         """Expects the gradients of a step; what is left of one that was given up is forgotten."""
@@ -269,7 +284,7 @@ class Reducer:
         never = {sink.slot.spec.name for sink in self.sinks if not sink.used and sink.slot in own}
         for axis in (policy.shard, policy.replicas):
             never.intersection_update(*collectives.exchange(sorted(never), axis))
-        if never and policy.shard.index == policy.replicas.index == 0:
+        if never and self.speaks and policy.shard.index == policy.replicas.index == 0:
             names = ", ".join(sorted(never))
             warnings.warn(
                 f"no gradient came to {names} in the first step: they change by weight decay only", stacklevel=2

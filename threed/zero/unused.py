@@ -74,14 +74,18 @@ class Unused:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: names of unused parameters, and since how many updates others are used."""
         since = {slot.spec.name: float(updates) for slot, updates in self._since.items()}
-        return {"never": sorted(self._slots[number].spec.name for number in self._never), "since": since}
+        never = sorted(self._slots[number].spec.name for number in self._never)
+        return {"never": never, "since": since, "first": self._first}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Takes up a checkpoint's state; of one without, every parameter counts as used."""
-        state = state or {"never": (), "since": {}}
+        state = state or {"never": (), "since": {}, "first": False}
         never, since = set(state["never"]), state["since"]
         self._never = {number for number, slot in enumerate(self._slots) if slot.spec.name in never}
         named = {slot.spec.name: slot for slot in self._slots}
         self._since = {named[n]: torch.full_like(self.updates, u) for n, u in since.items() if n in named}
-        self._first = False
-        self._lay_out()
+        self._first = bool(state["first"])
+        if self._first:
+            self.stretches = {}
+        else:
+            self._lay_out()
