@@ -137,14 +137,10 @@ def test_without_file_locks_all_build_and_one_rename_wins(tmp_path: Path, monkey
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    log, everyone = tmp_path / "log", FORK.Barrier(4)  # none is done before all have begun, however busy the machine
+    log, building = tmp_path / "log", FORK.Barrier(4)
 
-    def build(scratch: Path) -> dict[str, Any]:
-        everyone.wait(timeout=120)
-        return slow_build(log, scratch)
-
-    def work(rank: int) -> None:
-        entry = build_once(tmp_path, "entry", build)
+    def work(rank: int) -> None:  # none is done before all have begun, however busy the machine
+        entry = build_once(tmp_path, "entry", lambda scratch: logged_build(log, lambda: building.wait(120), scratch))
         assert (entry.folder / "data").read_bytes() == b"x" * 1000
 
     run_at_once(work)
