@@ -51,7 +51,7 @@ def bytes_kept(dims: Decoder, make: Callable[[list[Any]], Recomputed], count: in
 
 
 def run(stage: Stage, dims: Decoder, micro: MicroBatch, number: int) -> Tensor:
-    x = torch.randn(dims.seq, dims.micro_batch, dims.hidden).to(DTYPES[dims.element_bytes])
+    x = torch.randn(dims.seq, dims.micro_batch, dims.hidden).to(DTYPES[dims.element_bytes]).requires_grad_()
     return stage.forward(number, x, micro)
 
 
