@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,6 +148,31 @@ CASES = [
 @pytest.mark.parametrize("kind", ["twice", "by data, declared"])
 def test_layers_that_run_more_than_once(kind: str) -> None:
     check(CASES, kind)
+
+
+def resume_bits(case: Case, folder: str) -> None:
+    """What the first step learnt is in the checkpoint, so sums are made in the same order after it."""
+    config, topology = config_of(case), topology_of(case.pp, case.tp)
+    rows = config.train.global_batch
+
+    def made() -> Engine:
+        return Engine(Model(config.model, Slicing(topology.axis("tp")), "twice"), topology, config)  # type: ignore[arg-type]
+
+    engine, other = made(), made()
+    for step in range(2):
+        engine.step(share(batch(step, rows), topology))
+    engine.save(f"{folder}/step-2")
+    other.load(f"{folder}/step-2")
+    for one in (engine, other):
+        one.step(share(batch(2, rows), topology))
+    want, got = engine.full_state_dict(), other.full_state_dict()
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)], ids=str)
+def test_a_resumed_run_sums_as_one_that_goes_on(shape: tuple[int, int], tmp_path: Path) -> None:
+    case = Case(*shape, zero=2, dtype="fp32", bucket_mib=0.01)
+    run_ranks(case.world, resume_bits, case, str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["tuple", "dict"])

@@ -177,7 +177,11 @@ def wrong_ids(case: Case) -> None:
                 getattr(metrics, name)
         assert engine.evaluate(share(data, engine.topology)).isnan()
     good = share(batch(1, rows), engine.topology)
-    assert engine.step(good).loss > 0  # what was wrong is over
+    assert engine.step(good).loss > 0  # what was wrong was told
+    engine.step(share(data, engine.topology))  # nobody reads this step's metrics
+    with pytest.raises(DataError, match="up to step 5, since metrics were last read: labels beyond the 53 of head"):
+        engine.step(good).loss  # noqa: B018  reading it is the test
+    assert engine.step(good).loss > 0
     with torch.inference_mode():
         assert engine.evaluate(good).isfinite()
     assert engine.step(good).loss > 0
@@ -197,6 +201,8 @@ def unequal_rows(stage: int) -> None:
         engine.step(mine)
     with pytest.raises(ValueError, match=r"data ranks evaluate different numbers of rows, \[\[8\], \[4\]\]"):
         engine.evaluate(mine)
+    with pytest.raises(ValueError, match=r"(\[\[8\], \[7\]\]|different numbers of rows)"):
+        engine.evaluate({key: value[: 8 - index] for key, value in data.items()})  # 7 is no multiple either
     assert engine.step(share(data, engine.topology)).loss > 0
 
 

@@ -171,6 +171,66 @@ def test_the_optimizers_of_the_gan_matter() -> None:
     assert max(float((kept[name] - dropped[name]).abs().max()) for name in kept) > 1e-3
 
 
+def test_gradients_of_two_loss_scales_never_mix() -> None:
+    """In fp16 the maker's loss has a scale of its own: what it leaves in the judge is refused, or dropped."""
+    ds = {
+        "train_micro_batch_size_per_gpu": ROWS, "fp16": {"enabled": True, "initial_scale_power": 4},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }  # fmt: skip
+    maker, *_ = threed.initialize(model=Maker(), config=ds)
+    judge, *_ = threed.initialize(model=Judge(), config=ds)
+    for dropped in (True, False):
+        data = {key: value.half() for key, value in gan_data(0).items()}
+        fake = maker(data["z"])
+        judge.backward(judged(judge(data["x"]), True))
+        judge.step()
+        maker.backward(judged(judge(fake), True))
+        maker.step()
+        if dropped:
+            judge.zero_grad()
+    refused = pytest.raises(RuntimeError, match="another engine's backward left a gradient, with that engine's loss")
+    with refused:  # it is there before the judge's backward
+        judge.backward(judged(judge(gan_data(1)["x"].half()), True))
+    judge.zero_grad()
+    fake = maker(gan_data(1)["z"].half())
+    judge.backward(judged(judge(gan_data(1)["x"].half()), True))
+    maker.backward(judged(judge(fake), True))
+    with refused:  # it came after
+        judge.step()
+
+
+class Sometimes(nn.Module):
+    """`rare` is used only where the batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.often, self.rare = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, rare: Tensor) -> Tensor:
+        y = self.often(x) + (self.rare(x) if bool(rare[0]) else 0)
+        return y.square().mean()
+
+
+def go_back(stage: int, folder: str) -> dict[str, Tensor]:
+    """Uses `rare` after a save, and goes back to it."""
+    engine = engine_of(made(Sometimes), stage)
+    data = [mine({"x": gan_data(step)["x"], "rare": torch.full((ROWS,), step == 1)}) for step in range(3)]
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        engine.step(data[0])
+    engine.save(f"{folder}/one")
+    engine.step(data[1])
+    engine.load(f"{folder}/one")
+    engine.step(data[2])
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_was_used_after_a_save_is_unused_again_when_that_is_loaded(stage: int, tmp_path: Path) -> None:
+    want = plain_steps(made(Sometimes), [{"x": gan_data(n)["x"], "rare": torch.zeros(ROWS)} for n in (0, 2)])[1]
+    same_weights(run_ranks(2, go_back, stage, str(tmp_path))[0], want)
+
+
 def zero_grad_in_between(stage: int) -> dict[str, Tensor]:
     """Of the first step's two micro-batches zero_grad drops the first; the second step is whole."""
     ds = {

@@ -215,6 +215,7 @@ class Engine:
         """Begins an optimizer step of so many micro-batches; `step` does this by itself. Collective."""
         self._forwards_ended()  # nothing is left of a step that an error broke off
         self._clear_flags()
+        self._refuse_mixed_scales()
         self.buffers.begin_step()
         self.reducer.begin(microbatches)
         self._begun, self._backwards_s = True, 0.0
@@ -231,10 +232,15 @@ class Engine:
         if not self._begun:
             raise RuntimeError("call Engine.begin(microbatches) first: gradients of the last step are in the way")
         began = time.perf_counter()
+        self._refuse_mixed_scales()
         with own_backward(self.reducer):
             torch.autograd.backward((loss * (self.optimizer.scaler.scale * weight).to(loss.dtype),))
         self._pass_ended()
         self._backwards_s += time.perf_counter() - began
+
+    def _refuse_mixed_scales(self) -> None:
+        if self.config.precision.dtype == "fp16":
+            check_no_others(self.layout.slots)
 
     def zero_grad(self) -> None:
         """Drops all gradients so far: of the step that is under way, and those that other engines' losses brought."""
@@ -248,8 +254,7 @@ class Engine:
         times = [time.perf_counter()]
         self._begun = False
         self._take_in()
-        if self.config.precision.dtype == "fp16":
-            check_no_others(self.layout.slots)
+        self._refuse_mixed_scales()
         gradients = self.reducer.finish()
         times.append(time.perf_counter())
         self.buffers.end_step()  # refuses what must not change, while nothing is updated
