@@ -148,8 +148,9 @@ def train_plainly(case: Case, count: int) -> Result:
             loss = loss_of(model, piece) / count
             loss.backward()
             losses[-1] += float(loss.detach())
-        for param in trained:
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        for param in trained:  # what was never used has no gradient, and torch leaves it alone
+            unused_now = param.grad is None and param in optimizer.state
+            param.grad = torch.zeros_like(param) if unused_now else param.grad
         norms.append(float(nn.utils.clip_grad_norm_(trained, 0.5)))
         optimizer.step()
         optimizer.zero_grad()
