@@ -202,6 +202,7 @@ def test_values_and_their_forms() -> None:
         assert Form.of(again) == form
         grads = form.gradients_to_send(like(value, [None] * len(tensors(value))), torch.device("cpu"))
         assert [g.shape for g in grads] == [x.shape]
+        assert all(not g.any() for g in form.gradients_to_send(None, torch.device("cpu")))  # nothing had a part in it
         assert gradients_of(form.gradients(grads), len(tensors(value)))[0] is grads[0]
 
 

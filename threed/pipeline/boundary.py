@@ -121,7 +121,7 @@ class Form:
 
     def gradients_to_send(self, gradient: Any, device: torch.device) -> list[Tensor]:
         """The tensors that `gradients` is given at the other end: zeros for what had no part in the loss."""
-        given = (gradient,) if self.keys is None else gradient.values() if isinstance(gradient, dict) else gradient
+        given = gradients_of(gradient, len(self.shapes))
         return [
             torch.zeros(self.shapes[n], dtype=self.dtypes[n], device=device) if part is None else part
             for n, part in enumerate(given)

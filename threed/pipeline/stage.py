@@ -56,8 +56,8 @@ class Whole:
 
 @dataclass(eq=False)
 class Frame:
-    """What backward needs of one layer: its input, whose tensors get the gradient, what it gave (arrangement only), and
-    edges into its graph, one for each tensor it gave that has one; or what the graph is made of when its time comes."""
+    """What backward needs of one layer: its input, whose tensors get the gradient, and for each tensor it gave an edge
+    into its graph, if it has one; or what the graph is made of when its time comes."""
 
     x: Any = None
     edges: tuple[GradientEdge | None, ...] = ()
@@ -174,7 +174,7 @@ class Stage:
         draws.drawn()
         parts, grads = self._tensors(unit, y), tuple(part.requires_grad for part in given)
         if not (any(grads) or unit in self._trained):
-            return like(y, [part.detach() for part in parts]), Frame(x, (None,) * len(parts))
+            return like(y, [part.detach() for part in parts]), Frame(edges=(None,) * len(parts))
         if [part._version for part in given] != versions:
             raise RuntimeError(
                 f"layer {unit} ({type(self._layer(unit)).__name__}) changed its input in place, from which it is to be"
