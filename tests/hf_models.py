@@ -11,6 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from threed.models.wrapped import Wrapped, loss_of
+from threed.testing.ranks import preload
+
+# transformers finds its models when they are asked for: seconds, once in the warm parent instead of in every rank.
+preload(
+    "tests.hf_models",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "qwen3", "t5")),
+)
 
 VOCAB, LENGTH = 61, 12
 COMMON = {"vocab_size": VOCAB, "use_cache": False}

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from tests.configs import STEPS, Case, Result, config_of, engine_of, result_of
 from tests.harness import run_ranks
 from tests.test_step import POISONS, data, same, state, with_
+from threed.config import PrecisionConfig
 from threed.precision import LossScale, Scaler
+from threed.zero.setup import loss_scale
 
 # ------------------------------------------------------------------------------------------------------- the definition
 
@@ -89,6 +91,16 @@ def test_a_constant_scale_stays() -> None:
     for overflow in (0.0, 1.0, 1.0, 0.0):
         scaler.update(torch.tensor(overflow, dtype=torch.float64))
         assert float(scaler.scale) == 1024.0
+
+
+def test_only_fp16_moves_its_scale_and_only_where_it_is_dynamic() -> None:
+    scales = {
+        loss_scale(PrecisionConfig(dtype=dtype, loss_scale=given))
+        for dtype, given in (("bf16", "dynamic"), ("fp32", "dynamic"), ("fp64", "dynamic"))
+    }
+    assert scales == {LossScale(1.0, dynamic=False)}
+    assert loss_scale(PrecisionConfig(dtype="fp16", loss_scale=1024.0)) == LossScale(1024.0, dynamic=False)
+    assert loss_scale(PrecisionConfig(dtype="fp16", loss_scale="dynamic")) == LossScale()
 
 
 # --------------------------------------------------------------------------------------------------- an engine in fp16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from tests.harness import run_ranks
 from threed.config import Config
 from threed.engine import Engine, StepMetrics
 from threed.metrics import DataError
+from threed.sharding import Box, Piece
 from threed.zero.norm import squares
+from threed.zero.records import fill
 from threed.zero.reducer import Gradient
 
 
@@ -344,3 +347,54 @@ def check_load_after_step() -> None:
 
 def test_loaded_weights_replace_those_on_their_way() -> None:
     run_ranks(2, check_load_after_step)
+
+
+def break_an_update(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """A step whose second bucket fails."""
+    inner, done = engine.optimizer._update, []
+
+    def update(*args: Any, **more: Any) -> None:
+        if done:
+            raise OSError("no memory")
+        done.append(inner(*args, **more))
+
+    with patch.context() as inside:
+        inside.setattr(engine.optimizer, "_update", update)
+        with pytest.raises(OSError, match="no memory"):
+            engine.step(data(engine, 1))
+
+
+def break_a_load(engine: Engine, _: pytest.MonkeyPatch) -> None:
+    """Weights of which the second cannot be read."""
+    given: list[Piece] = []
+
+    def source(part: str, piece: Piece, box: Box) -> Tensor:
+        given.append(piece)
+        if len(given) == 2:
+            raise OSError("no such file")
+        return torch.zeros(box.size, dtype=torch.float64)
+
+    with pytest.raises(OSError, match="no such file"):
+        fill(engine.optimizer, source)
+
+
+@pytest.mark.parametrize("breaks", [break_an_update, break_a_load])
+@pytest.mark.parametrize("zero", [{}, {"stage": 2, "offload_optimizer": "cpu"}])
+def test_what_broke_off_is_neither_trained_on_nor_saved(
+    breaks: Callable[[Engine, pytest.MonkeyPatch], None], zero: dict[str, object], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Some weights would be a step older than others; after a load the engine trains as one that never failed."""
+    config = with_(config_of(Case(layers=2, bucket_mib=0.01)), zero=zero)
+    engine, other = engine_of(config), engine_of(config)
+    for one in (engine, other):
+        one.step(data(one))
+    engine.save(tmp_path / "step-1")
+    breaks(engine, monkeypatch)
+    for work in (lambda: engine.step(data(engine, 1)), lambda: engine.save(tmp_path / "b"), engine.full_state_dict):
+        with pytest.raises(RuntimeError, match=r"broke off .* load a checkpoint"):
+            work()
+    assert not (tmp_path / "b").exists()
+    engine.load(tmp_path / "step-1")
+    assert engine.step(data(engine, 1)).loss == other.step(data(other, 1)).loss
+    assert same(state(engine), state(other))

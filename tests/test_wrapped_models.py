@@ -126,30 +126,39 @@ def gan_plainly(how: str) -> list[dict[str, Tensor]]:
     return [{name: p.detach().clone() for name, p in m.named_parameters()} for m in (maker, judge)]
 
 
-def gan(stage: int, how: str) -> list[dict[str, Tensor]]:
+def gan_engines(stage: int, seed: int = 0) -> tuple[Any, Any]:
     ds = {
         "train_micro_batch_size_per_gpu": ROWS // Topology().dp,
         "gradient_clipping": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 60},
     }
-    maker, *_ = threed.initialize(model=made(Maker), config=ds)
-    judge, optimizer, *_ = threed.initialize(model=made(Judge), config=ds)
+    maker, *_ = threed.initialize(model=made(Maker, seed), config=ds)
+    judge, *_ = threed.initialize(model=made(Judge, seed), config=ds)
+    return maker, judge
+
+
+def gan_step(maker: Any, judge: Any, how: str, step: int) -> None:
+    data = mine(gan_data(step))
+    if how == "zero_grad":
+        judge.zero_grad()
+    elif how == "optimizer":
+        judge.optimizer.zero_grad()
+    fake = maker(data["z"])
+    judge.backward(judged(judge(data["x"]), True) + judged(judge(fake.detach()), False))
+    judge.step()
+    maker.zero_grad()
+    judge.module.requires_grad_(how != "frozen")
+    maker.backward(judged(judge(fake), True))
+    judge.module.requires_grad_(True)
+    maker.step()
+
+
+def gan(stage: int, how: str) -> list[dict[str, Tensor]]:
+    engines = gan_engines(stage)
     for step in range(STEPS):
-        data = mine(gan_data(step))
-        if how == "zero_grad":
-            judge.zero_grad()
-        elif how == "optimizer":
-            optimizer.zero_grad()
-        fake = maker(data["z"])
-        judge.backward(judged(judge(data["x"]), True) + judged(judge(fake.detach()), False))
-        judge.step()
-        maker.zero_grad()
-        judge.module.requires_grad_(how != "frozen")
-        maker.backward(judged(judge(fake), True))
-        judge.module.requires_grad_(True)
-        maker.step()
-    return [maker.full_state_dict(), judge.full_state_dict()]
+        gan_step(*engines, how, step)
+    return [engine.full_state_dict() for engine in engines]
 
 
 def gans(cases: list[tuple[int, str]]) -> list[list[dict[str, Tensor]]]:
@@ -445,7 +454,7 @@ class Sinusoid(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.norm, self.out = nn.Embedding(VOCAB, 8), nn.BatchNorm1d(8), nn.Linear(8, VOCAB)
-        self.register_buffer("table", torch.randn(WIDTH, 8), persistent=False)
+        self.register_buffer("table", torch.arange(WIDTH * 8.0).view(WIDTH, 8).sin(), persistent=False)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         y = self.norm((self.embed(x) + self.table).transpose(1, 2)).transpose(1, 2)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs import RECOMPUTE, Case, Result, batch, config_of, engine_of, share, train
-from harness import run_ranks
+from tests.configs import RECOMPUTE, Case, Result, batch, config_of, engine_of, share, train
+from tests.harness import run_ranks
 from threed.memory.tiers import InMemory
 from threed.zero.reducer import Gradient
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints import distance, state_of
-from checkpoints import train as steps
-from configs import Case, config_of, engine_of
-from harness import run_ranks
+from tests.checkpoints import distance, state_of
+from tests.checkpoints import train as steps
+from tests.configs import Case, config_of, engine_of
+from tests.harness import run_ranks
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
 from threed.config import Config

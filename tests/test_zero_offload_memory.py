@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from configs import Case, batch, config_of, engine_of, share
-from harness import run_ranks
-from live import Live
+from tests.configs import Case, batch, config_of, engine_of, share
+from tests.harness import run_ranks
+from tests.live import Live
 from threed.config import Config
 from threed.engine import Engine
 from threed.forecast import Forecast

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from configs import Case, Result, config_of, engine_of, train
-from harness import run_ranks
+from tests.configs import Case, Result, config_of, engine_of, train
+from tests.harness import run_ranks
 from threed.config import ConfigError
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Group
