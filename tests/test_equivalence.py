@@ -6,18 +6,18 @@ sets, and every case of the settings that a plan depends on.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import random
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from tests.configs import MODELS, RECOMPUTE, Case, Result, train, trained
+from tests.covering import Space, Values
 from tests.harness import run_ranks
 from threed.engine import Engine, StepMetrics
 from threed.testing import differences
@@ -46,8 +46,6 @@ SETTINGS: dict[str, list[object]] = {
     "partition": ["balanced", "uniform"],
 }
 PLAIN = ("pp", "dp", "tp", "model", "sequence", "zero", "schedule", "microbatches", "dropout")
-Values = dict[str, object]
-Pair = tuple[str, object, str, object]
 Work = Callable[[Case], tuple[Engine, list[StepMetrics]]]
 
 
@@ -80,44 +78,9 @@ def grid() -> list[Case]:
     return list(dict.fromkeys(case for case in cases if case is not None))
 
 
-def pairs(case: Case) -> set[Pair]:
-    """The pairs of settings that a case covers, and its shape."""
-    items = [(name, getattr(case, name)) for name in SETTINGS]
-    return {("shape", (case.pp, case.dp, case.tp), "", None), *((*a, *b) for a, b in itertools.combinations(items, 2))}
-
-
-def drawn(draw: random.Random, fixed: Values, count: int) -> Iterator[Case]:
-    """Cases at random, but for some settings; as many draws as `count`, which may come to nothing."""
-    for _ in range(count):
-        case = make({name: draw.choice(options) for name, options in SETTINGS.items()} | fixed)
-        if case is not None:
-            yield case
-
-
-def attained(draw: random.Random, count: int) -> dict[Pair, list[Case]]:
-    """Every pair that some case covers, and such cases; `count` draws for each two values of two settings."""
-    found: dict[Pair, list[Case]] = {}
-    for (a, first), (b, second) in itertools.combinations(SETTINGS.items(), 2):
-        for one, other in itertools.product(first, second):
-            for case in drawn(draw, {a: one, b: other}, count):
-                for pair in pairs(case):
-                    found.setdefault(pair, []).append(case)
-    return found
-
-
-@functools.cache
-def covering(seed: int) -> tuple[Case, ...]:
-    """Few and cheap cases that cover every pair that any case does: greedily, of a random sample, the one with most new
-    pairs for the root of its cost."""
-    draw = random.Random(seed)
-    found = attained(draw, 60)
-    missing, chosen = set(found), list[Case]()
-    while missing:
-        able = found[min(missing, key=repr)]
-        sample = draw.sample(able, min(len(able), 60))
-        chosen.append(max(sample, key=lambda c: len(pairs(c) & missing) / (c.world * c.microbatches) ** 0.5))
-        missing -= pairs(chosen[-1])
-    return tuple(chosen)
+SPACE = Space(
+    SETTINGS, make, cost=lambda case: case.world * case.microbatches, shape=lambda case: (case.pp, case.dp, case.tp)
+)
 
 
 def run_cases(cases: list[Case], folder: str, work: Work) -> list[str]:
@@ -158,19 +121,19 @@ def run_all(cases: Sequence[Case], work: Work = trained) -> None:
 
 
 def test_a_covering_set_of_configurations_equals_one_process() -> None:
-    run_all(covering(0))
+    run_all(SPACE.covering(0))
 
 
 @pytest.mark.grid
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_another_covering_set_of_configurations_equals_one_process(seed: int) -> None:
-    run_all(covering(seed))
+    run_all(SPACE.covering(seed))
 
 
 def test_the_covering_set_covers_what_any_case_does() -> None:
-    cases = covering(0)
-    assert set().union(*map(pairs, cases)) == set(attained(random.Random(99), 120))
+    cases = SPACE.covering(0)
+    assert set().union(*map(SPACE.pairs, cases)) == set(SPACE.attained(random.Random(99), 24))
     shapes = {s for s in itertools.product((1, 2, 4), repeat=3) if s[0] * s[1] * s[2] <= RANKS}
     assert {(case.pp, case.dp, case.tp) for case in cases} == shapes
     assert all({getattr(case, name) for case in cases} == set(options) for name, options in SETTINGS.items())
