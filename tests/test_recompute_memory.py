@@ -238,3 +238,16 @@ def test_the_forecast_says_what_is_kept_where(case: Case, changes: dict[str, Any
     config = config_of(case)
     config = config.model_copy(update={"recompute": config.recompute.model_copy(update=changes)})
     assert f"\nrecompute  {said}" in Forecast.of(config, case.world).text()
+
+
+def test_what_is_kept_on_a_drive_is_no_part_of_the_forecasts_memory() -> None:
+    """A layer's input is elsewhere; the rest, what the embedding and the head keep, is where it was."""
+    base = sized(Case(2, 1, 1, dtype="fp32", layers=8))
+    full, nvme = (
+        Forecast.of(base.model_copy(update={"recompute": config_of(Case(2, recompute=mode)).recompute}), 2).ranks
+        for mode in ("full", "nvme")
+    )
+    for kept, away in zip(full, nvme, strict=True):
+        assert "offloaded" not in kept.bytes
+        assert away.bytes["offloaded"] > 0
+        assert away.bytes["activations"] + away.bytes["offloaded"] == kept.bytes["activations"]

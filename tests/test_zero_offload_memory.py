@@ -131,6 +131,27 @@ def test_the_forecast_knows_what_is_on_the_drive() -> None:
     assert found[1] == 18 * parameters
 
 
+def buffers(cases: list[Case]) -> list[tuple[float, float]]:
+    """What a drive's buffers take, planned and made."""
+    found = []
+    for case in cases:
+        plain, away = (
+            Forecast.of(config_of(c), 1).ranks[0].bytes for c in (replace(case, offload_optimizer="cpu"), case)
+        )
+        tier = engine_of(config_of(case)).layout.policy.optimizer_tier
+        assert isinstance(tier, Drive)
+        found.append((away["buffers"] - plain["buffers"], tier.nbytes * tier.count))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_forecast_knows_the_buffers_between_memory_and_the_drive(dtype: str) -> None:
+    """Up to what alignment takes of a bucket. Masters of bf16 weights need one more of them."""
+    base = Case(dtype=dtype, offload_optimizer="nvme", bucket_mib=0.02)
+    for planned, made in run_ranks(1, buffers, [replace(base, zero=stage) for stage in (1, 2, 3)])[0]:
+        assert planned == pytest.approx(made, rel=0.02)
+
+
 def held_by_a_delayed_update(case: Case) -> tuple[int, int, int]:
     """Bytes of live storages when a delayed update begins; what the planner says of the states, and of buffers."""
     config, live = of_depth(case, 12), Live()

@@ -28,7 +28,7 @@ from threed.checkpoint import fit, native
 from threed.checkpoint.extras import Extras
 from threed.checks import find_refusals
 from threed.config import Config, ConfigError, resolve
-from threed.layers import MicroBatch
+from threed.layers import MicroBatch, Slicing
 from threed.metrics import Faults
 from threed.metrics import StepMetrics as StepMetrics
 from threed.models import Model, Wrapped
@@ -126,8 +126,13 @@ class Engine:
         )  # fmt: skip
 
     def _as_model(self, model: Model | nn.Module) -> Model:
-        if not isinstance(model, nn.Module) or hasattr(model, "slicing"):  # of threed.layers, or wrapped already
+        if isinstance(getattr(model, "slicing", None), Slicing):  # of threed.layers, or wrapped already
             return cast(Model, model)
+        if not isinstance(model, nn.Module):
+            fix = (
+                "pass an nn.Module, or layers with their `slicing`, a threed.layers.Slicing (examples/custom_model.py)"
+            )
+            raise TypeError(f"{type(model).__name__} is no model: {fix}")
         if self.topology.pp * self.topology.tp > 1:
             sizes = f"pp {self.topology.pp} or tp {self.topology.tp}"
             fix = "build it from threed.layers (examples/custom_model.py), or use pp 1 and tp 1"
