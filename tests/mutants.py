@@ -52,10 +52,10 @@ AREAS = {
 }
 MARKED = "not grid and not gpu and not alone"  # `alone`: measures what others beside it disturb
 FIRST, ALL = 60.0, 400.0  # seconds of tests, as the map measured them, before and after a change survived the first
-HITS = "THREED_HITS"
+HITS = "HITS_OF_TESTS"
 RECORDER = '''"""Marks of `tests/mutants.py`: one byte a statement, in a file that all processes of a test share."""
 import mmap, os
-with open(os.environ["THREED_HITS"], "r+b") as file:
+with open(os.environ["HITS_OF_TESTS"], "r+b") as file:
     hits = mmap.mmap(file.fileno(), 0)
 '''
 
