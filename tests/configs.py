@@ -43,7 +43,7 @@ class Case:
     offload_optimizer: str = "none"
     offload_params: str = "none"
     recompute: str = "none"  # none | full | selective | ... of RECOMPUTE
-    layers: int = 5
+    layers: int = 3
     partition: str = "balanced"
 
     @property

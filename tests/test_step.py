@@ -17,6 +17,7 @@ from tests.harness import run_ranks
 from threed.config import Config
 from threed.engine import Engine, StepMetrics
 from threed.metrics import DataError
+from threed.precision import LossScale
 from threed.sharding import Box, Piece
 from threed.zero.norm import squares
 from threed.zero.records import fill
@@ -96,21 +97,22 @@ POISONS: dict[str, Callable[[Engine, float], None]] = {
 
 
 def check_skip(case: Case, where: str, value: float) -> None:
-    config = with_(config_of(case), optim={"schedule": "linear"})
+    """Each rank in turn: of a step without the poison, one with it, and one without, the twin takes two."""
+    config, rule = with_(config_of(case), optim={"schedule": "linear"}), LossScale(hysteresis=1 + case.world)
+    engine, twin = (engine_of(config, loss_scale=rule if case.dtype == "fp16" else None) for _ in range(2))
+    engine.step(data(engine, 0))
+    twin.step(data(twin, 0))
     for rank in range(case.world):
-        engine, twin = engine_of(config), engine_of(config)
-        engine.step(data(engine, 0))
-        twin.step(data(twin, 0))
         before = state(engine)
         if engine.topology.rank == rank:
             POISONS[where](engine, value)
         bad = engine.step(data(engine, 1))
-        assert bad.skipped == 1
+        assert bad.skipped == rank + 1
         assert where != "sink" or not bad.grad_norm < float("inf")
         assert same(state(engine), before), f"poison on rank {rank}: rank {engine.topology.rank} stepped"
-        good, want = engine.step(data(engine, 2)), twin.step(data(twin, 2))
-        assert good.skipped == 1
-        assert (good.step, want.step) == (3, 2)
+        good, want = engine.step(data(engine, 2 + rank)), twin.step(data(twin, 2 + rank))
+        assert good.skipped == rank + 1
+        assert (good.step, want.step) == (2 * rank + 3, rank + 2)
         assert good.lr == want.lr == bad.lr, "a skipped step advanced the learning rate"
         assert (good.loss, good.grad_norm) == (want.loss, want.grad_norm)
         assert same(state(engine), state(twin))
