@@ -301,18 +301,23 @@ class Covering:
             self.functions[f"{path}::"] |= tests
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """The tests that cover a change, likeliest and quickest first; of its function, or module, where the statement
-        is not one that the map knows."""
+        """The tests that cover a change, likeliest and quickest first: those that run what few run of its function (a
+        refusal, say) before others. Of its function, or module, where the statement is not one that the map knows."""
         function = mutant.statement.rpartition("::")[0]
         found = self.statements.get(mutant.statement) or self.functions.get(function, set())
+        beside = [tests for name, tests in self.statements.items() if name.rpartition("::")[0] == function]
+        rare = {test: min((len(tests) for tests in beside if test in tests), default=1) for test in found}
         words = {word for word in mutant.path.removesuffix(".py").split("/") if word not in ("threed", "__init__")}
         files: dict[str, list[str]] = {}
         for test in sorted(found, key=self.seconds.__getitem__):
             files.setdefault(test.partition("::")[0], []).append(test)
+        for tests in files.values():
+            tests.sort(key=rare.__getitem__)
 
         def cost(file: str, place: int) -> float:
             named = sum(word in file for word in words)
-            return (self.seconds[files[file][place]] + 0.3) * (1 + place / 4) * (4, 2, 1)[min(named, 2)]
+            test = files[file][place]
+            return (self.seconds[test] + 0.3) * (1 + place / 4) * (4, 2, 1)[min(named, 2)] * rare[test]
 
         order = [(cost(file, place), test) for file in files for place, test in enumerate(files[file])]
         return [test for _, test in sorted(order)]
