@@ -33,7 +33,7 @@ class Case:
     sequence: bool = False
     zero: int = 1
     schedule: str = "1f1b"
-    microbatches: int = 3
+    microbatches: int = 2
     dropout: float = 0.0
     dtype: str = "fp64"
     bucket_mib: float = 64.0

@@ -32,26 +32,26 @@ RESUMED = [
 
 
 def resume(folder: Path, cases: list[Case]) -> list[str]:
-    """What differs between ten steps, and five, a restart and five."""
+    """What differs between six steps, and three, a restart and three."""
     wrong = []
     for number, case in enumerate(cases):
         straight = engine_of(config_of(case))
-        first = train(straight, 5)
+        first = train(straight, 3)
         straight.save(folder / f"step-{number}", {"note": case.model})
-        second = train(straight, 5)
+        second = train(straight, 3)
         resumed = engine_of(config_of(case))
         extra = resumed.load(folder / f"step-{number}")
-        losses = train(resumed, 5)
+        losses = train(resumed, 3)
         gap = distance(state_of(straight), state_of(resumed))
         moved = max(float(values.abs().max()) for part, _, values in state_of(resumed) if part == "exp_avg_sq")
-        facts = (losses == second, gap == 0.0, extra == {"note": case.model}, resumed.steps == 10, moved > 0)
-        facts += (resumed.consumed == straight.consumed, len(set(first + second)) == 10)
+        facts = (losses == second, gap == 0.0, extra == {"note": case.model}, resumed.steps == 6, moved > 0)
+        facts += (resumed.consumed == straight.consumed, len(set(first + second)) == 6)
         if not all(facts):
             wrong.append(f"{case}: {facts}, distance {gap}, losses {losses} and {second}")
     return wrong
 
 
-def test_ten_steps_are_five_a_restart_and_five(tmp_path: Path) -> None:
+def test_six_steps_are_three_a_restart_and_three(tmp_path: Path) -> None:
     """Difference 0.0 in every weight, in both moments and in the losses."""
     results = run_ranks(4, resume, tmp_path, RESUMED)
     assert not any(results), results

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from threed import launch
+from tests.harness import run_ranks
+from threed import ending, launch
 from threed.checkpoint import native
 from threed.config import Config
 from threed.monitor import heartbeat, metrics
@@ -37,9 +38,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def command(ranks: int, script: str, *flags: str) -> list[str]:
-    """The command line of a run."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launcher, str(ROOT / "pretrain" / script), *flags]
+    """The command line of a run; one rank needs no launcher."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return [sys.executable, *launcher, str(ROOT / "pretrain" / script), *flags]
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -52,6 +53,17 @@ def start(folder: Path, ranks: int, script: str, *flags: str) -> subprocess.Comp
     """Runs a script to its end."""
     line = command(ranks, script, *flags)
     return subprocess.run(line, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=240)
+
+
+def train_straight(folder: Path, flags: list[str]) -> None:
+    """The same command on a rank that is there already, without its pictures."""
+    os.chdir(folder)
+    os.environ["THREED_CACHE"] = str(folder / "cache")
+    config, _ = launch._load(flags, {"model": {"arch": "gpt"}}, ROOT / "pretrain" / "presets", 4, 4)
+    data = launch._open(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ending, "draw", lambda *about: [])
+        launch.train(launch._checked(config, data, 4), data, ["pretrain/gpt.py", *flags])
 
 
 def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) -> None:
@@ -76,8 +88,7 @@ def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) ->
     assert [row["step"] for row in metrics.read(run / "metrics.jsonl")] == [1, 2, 4, 6]
     assert native.read_manifest(run / "checkpoints" / "step-6")["state"]["consumed"] == 24
 
-    straight = start(folder, 4, "gpt.py", *flags, "--run.name", "straight")
-    assert straight.returncode == 0, straight.stdout + straight.stderr
+    run_ranks(4, train_straight, folder, [*flags, "--run.name", "straight", "--log.wandb", "off"])
     last = metrics.read(folder / "runs" / "straight" / "metrics.jsonl")[-1]
     assert last["train/loss"] == metrics.read(run / "metrics.jsonl")[-1]["train/loss"]
 
