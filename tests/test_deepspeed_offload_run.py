@@ -140,7 +140,7 @@ def example(places: list[Place], folder: str) -> list[list[float]]:
     for place in places:
         for key, device in zip(("offload_optimizer", "offload_param"), place, strict=True):
             ds["zero_optimization"][key]["device"] = device
-        losses.append(train(ds, steps=3))
+        losses.append(train(ds, steps=2))
     return losses
 
 

@@ -306,7 +306,7 @@ def test_a_message_to_nobody_is_refused_by_rank_and_action() -> None:
 
 
 def train_in_order(case: Case) -> tuple[Engine, list[StepMetrics]]:
-    """On a rank: three steps of a case over the strict transport."""
+    """On a rank: the steps of a case over the strict transport."""
     return trained(case, transport=Rendezvous(topology_of(case.pp, case.tp)))
 
 

@@ -194,7 +194,7 @@ def test_ids_beyond_the_vocabulary_are_told_on_every_rank(shape: tuple[int, int,
 
 
 def unequal_rows(stage: int) -> None:
-    engine = build(Case(dp=2, zero=stage), Model)
+    engine = build(Case(dp=2, zero=stage, microbatches=3), Model)
     index, data = engine.topology.axis("dp").index, batch(0, 12)
     mine = {key: value[:8] if index == 0 else value[8:] for key, value in data.items()}
     with pytest.raises(ValueError, match=f"data rank {index} got a batch of {(8, 4)[index]} rows; each of the 2 data"):

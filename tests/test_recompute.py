@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def everything(case: Case) -> tuple[list[float], list[float], list[Tensor]]:
-    """Losses and norms of three steps, and all that this rank then has of weights and moments."""
+    """Losses and norms, and all that this rank then has of weights and moments."""
     engine, metrics = trained(case)
     return [m.loss for m in metrics], [m.grad_norm for m in metrics], state(engine)
 

@@ -154,7 +154,7 @@ def all_most_kept(cases: list[Case]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_rank_keeps_what_the_forecast_says(schedule: str) -> None:
     """Up to messages: three that are being sent, the one just made, one in use and one that arrives."""
-    base = Case(2, 1, 2, schedule=schedule, dtype="fp32", microbatches=3, layers=8, dropout=0.1)
+    base = Case(2, 1, 2, schedule=schedule, dtype="fp32", microbatches=3, layers=6, dropout=0.1)
     modes = ["none", "full", "half", "sliced", "selective"]
     for found in run_ranks(4, all_most_kept, [replace(base, recompute=mode) for mode in modes]):
         for mode, (kept, planned) in zip(modes, found, strict=True):
@@ -202,14 +202,14 @@ def places(case: Case) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_the_arena_is_allocated_once(schedule: str) -> None:
     """No slot is made after the first step, none is lost, and fewer micro-batches need no other buffer."""
-    cases = [Case(pp, schedule=schedule, recompute="half", layers=3, dropout=0.1) for pp in (1, 2)]
+    cases = [Case(pp, schedule=schedule, recompute="half", microbatches=3, dropout=0.1) for pp in (1, 2)]
     for case in cases:
         for found in run_ranks(case.pp, places, case):
             assert set(found) == {(found[0][0], 1, 0)}
 
 
 def outgrown() -> list[tuple[int, int]]:
-    config = config_of(Case(recompute="half", schedule="gpipe", pp=2))
+    config = config_of(Case(recompute="half", schedule="gpipe", pp=2, microbatches=3))
     train = config.train.model_copy(update={"global_batch": 2})
     engine, found = engine_of(config.model_copy(update={"train": train})), []
     arena = arena_of(engine)

@@ -285,7 +285,7 @@ def test_ranks_with_other_configurations_are_refused_at_once(case: Case, other: 
     ("rows", "complaint"), [(0, "batch of 0 sequences"), (5, "5 sequences is not a multiple of micro-batch 2")]
 )
 def test_batches_that_cannot_be_cut_are_refused(rows: int, complaint: str) -> None:
-    engine = engine_of(config_of(Case(layers=2)))
+    engine = engine_of(config_of(Case(layers=2, microbatches=3)))
     ids = torch.zeros(rows, 16, dtype=torch.int64)
     for run in (engine.step, engine.evaluate):
         with pytest.raises(ValueError, match=complaint):
@@ -295,7 +295,7 @@ def test_batches_that_cannot_be_cut_are_refused(rows: int, complaint: str) -> No
 
 
 def check_sequence() -> None:
-    engine = engine_of(config_of(Case(tp=2, sequence=True, layers=2, model="llama")))
+    engine = engine_of(config_of(Case(tp=2, sequence=True, layers=2, model="llama", microbatches=3)))
     ids = torch.zeros(2, 15, dtype=torch.int64)
     with pytest.raises(ValueError, match="sequence length 15 is not a multiple of tp 2"):
         engine.step({"tokens": ids, "labels": ids})
@@ -303,7 +303,7 @@ def check_sequence() -> None:
 
 def test_sequences_that_cannot_be_cut_or_have_no_position_are_refused() -> None:
     run_ranks(2, check_sequence)
-    engine = engine_of(config_of(Case(layers=2)))
+    engine = engine_of(config_of(Case(layers=2, microbatches=3)))
     ids = torch.zeros(2, 17, dtype=torch.int64)
     with pytest.raises(ValueError, match="position 16 is beyond the 16 learned positions"):
         engine.step({"tokens": ids, "labels": ids})
@@ -313,7 +313,7 @@ def test_sequences_that_cannot_be_cut_or_have_no_position_are_refused() -> None:
 
 
 def check_metrics() -> StepMetrics:
-    engine = engine_of(config_of(Case(dp=2, tp=2, layers=2)))
+    engine = engine_of(config_of(Case(dp=2, tp=2, layers=2, microbatches=3)))
     metrics = [engine.step(data(engine, step)) for step in range(2)]
     assert [m.step for m in metrics] == [1, 2]
     assert metrics[0].tokens == 12 * 16

@@ -335,14 +335,14 @@ SIZES = [0.003, 0.02, 1e6]  # MiB: two that cut parameters, and everything in on
 
 
 def training_cases() -> list[Case]:
-    small = functools.partial(Case, layers=2, microbatches=3)
+    small = functools.partial(Case, layers=1)
     shapes = (
         small(dp=2, tp=2, sequence=True),
         small(pp=2, dp=2),
         small(tp=2, sequence=True, model="gpt-untied"),
         small(dp=3, zero=0, model="llama"),
     )
-    absurd = [replace(shape, layers=1, bucket_mib=1e-4) for shape in shapes]  # 32 elements a rank: hundreds of buckets
+    absurd = [replace(shape, bucket_mib=1e-4) for shape in shapes]  # 32 elements a rank: hundreds of buckets
     cases = absurd + [replace(shape, bucket_mib=mib) for mib in SIZES for shape in shapes]
     return [replace(case, zero=zero) for case in cases for zero in ((case.zero,) if not case.zero else (1, 2, 3))]
 
