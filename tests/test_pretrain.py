@@ -82,13 +82,14 @@ def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) ->
     for word in ("rank 3", "ideal bubble", "the model writes", "resume     torchrun", "figures/loss.svg"):
         assert word in first.stdout, first.stdout
 
-    second = start(folder, 4, "gpt.py", *flags)
+    quick = ["--log.wandb", "off", "--checkpoint.export-hf", "false"]
+    second = start(folder, 4, "gpt.py", *flags, *quick)
     assert second.returncode == 0, second.stdout + second.stderr
     assert "resumed    runs/tiny/checkpoints/step-4" in second.stdout
     assert [row["step"] for row in metrics.read(run / "metrics.jsonl")] == [1, 2, 4, 6]
     assert native.read_manifest(run / "checkpoints" / "step-6")["state"]["consumed"] == 24
 
-    run_ranks(4, train_straight, folder, [*flags, "--run.name", "straight", "--log.wandb", "off"])
+    run_ranks(4, train_straight, folder, [*flags, *quick, "--run.name", "straight"])
     last = metrics.read(folder / "runs" / "straight" / "metrics.jsonl")[-1]
     assert last["train/loss"] == metrics.read(run / "metrics.jsonl")[-1]["train/loss"]
 
@@ -136,7 +137,7 @@ def test_dry_run_prints_the_plan_and_trains_nothing(folder: Path) -> None:
 
 def test_a_killed_rank_ends_the_run_and_a_restart_goes_on_from_the_checkpoint(folder: Path) -> None:
     flags = [
-        "--preset", "tiny", *QUICK, "--train.steps", "40", "--checkpoint.every", "5", "--log.wandb", "off",
+        "--preset", "tiny", *QUICK, "--train.steps", "25", "--checkpoint.every", "5", "--log.wandb", "off",
         "--checkpoint.export-hf", "false", "--parallel.pp", "2", "--log.every", "1",
     ]  # fmt: skip
     line = command(2, "gpt.py", *flags)
@@ -151,7 +152,7 @@ def test_a_killed_rank_ends_the_run_and_a_restart_goes_on_from_the_checkpoint(fo
         output = job.communicate(timeout=240)[0]
     assert job.returncode == 0, output
     rows = metrics.read(run / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert [row["step"] for row in rows] == list(range(1, 26))
     assert rows[-1]["run/restarts"] == 1
     assert "resumed" in output
 

@@ -18,7 +18,7 @@ from threed.config import Config, resolve
 from threed.engine import Engine
 from threed.layers import Slicing
 
-VOCAB, SEQ, HIDDEN, ROWS, STEPS = 53, 8, 24, 6, 3
+VOCAB, SEQ, HIDDEN, ROWS, STEPS = 53, 8, 24, 6, 2
 BF16 = ("residual-32",)  # compared with one process: there is no truth in fp64
 BUFFERS = ("buffers",)  # a running mean depends on how a batch is cut
 RECOMPUTE = {
