@@ -24,10 +24,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # The files that take longest, longest first: they begin first, so that two workers end together; all are slow.
 LONGEST = (
-    "test_equivalence", "test_executor", "test_users_models", "test_verify", "test_recompute", "test_zero_wrapped",
-    "test_pretrain", "test_zero_wrapped_edges", "test_zero_offload_wrapped", "test_zero_memory", "test_benchmarks",
-    "test_docs", "test_bytes", "test_zero_meta", "test_zero_tile", "test_zero_offload", "test_zero_offload_faults",
-    "test_zero_optimizers", "test_zero_resume", "test_deepspeed", "test_deepspeed_offload_run", "test_recompute_memory",
+    "test_equivalence", "test_pretrain", "test_zero_wrapped", "test_benchmarks", "test_verify", "test_recompute_memory",
+    "test_zero_memory", "test_zero_offload", "test_bytes", "test_zero_layout", "test_users_models",
+    "test_wrapped_models", "test_executor", "test_zero_optimizers", "test_zero_offload_wrapped", "test_step",
+    "test_recompute", "test_deepspeed_offload_run", "test_checkpoint_resume", "test_precision", "test_zero_tile",
+    "test_docs", "test_own_models", "test_step_weights", "test_zero_offload_memory", "test_wrapped_elsewhere",
+    "test_boundary", "test_zero_resume", "test_users_probes", "test_precision_wire", "test_zero_wrapped_edges",
+    "test_zero_meta", "test_zero_offload_faults", "test_deepspeed",
 )  # fmt: skip
 
 
