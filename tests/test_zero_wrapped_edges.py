@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.configs import Case as PlainCase
-from tests.configs import batch, config_of, train
+from tests.configs import STEPS, batch, config_of, train
 from tests.harness import run_ranks
 from tests.test_zero_wrapped import Case, engine_of
 from threed import models
@@ -369,4 +369,4 @@ def test_a_model_of_layers_may_be_a_module() -> None:
     assert engine.wrapped is None
     want = train(PlainCase(layers=2))
     rows = config.train.global_batch
-    assert [engine.step(batch(step, rows)).loss for step in range(3)] == want.losses
+    assert [engine.step(batch(step, rows)).loss for step in range(STEPS)] == want.losses
