@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.configs import Case as PlainCase
 from tests.configs import STEPS, batch, config_of, train
+from tests.configs import Case as PlainCase
 from tests.harness import run_ranks
 from tests.test_zero_wrapped import Case, engine_of
 from threed import models
