@@ -175,7 +175,8 @@ class Running(nn.Module):
         if self.slicing.scattered:
             mean = collectives.all_reduce(mean, self.slicing.tp) / self.slicing.tp.size
         self.mean.lerp_(mean, 0.1)
-        self.scale.fill_(1 / (1 + micro.step))
+        # Replaced, not filled: under a pipeline the backwards of earlier micro-batches still need the one they used.
+        self.scale = torch.full_like(self.scale, 1 / (1 + micro.step))
 
 
 class WideResidual(nn.Module):
