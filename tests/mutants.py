@@ -53,9 +53,9 @@ AREAS = {
 MARKED = "not grid and not gpu and not alone"  # `alone`: measures what others beside it disturb
 FIRST, ALL = 60.0, 400.0  # seconds of tests, as the map measured them, before and after a change survived the first
 HITS = "HITS_OF_TESTS"
-RECORDER = '''"""Marks of `tests/mutants.py`: one byte a statement, in a file that all processes of a test share."""
+RECORDER = f'''"""Marks of `tests/mutants.py`: one byte a statement, in a file that all processes of a test share."""
 import mmap, os
-with open(os.environ["HITS_OF_TESTS"], "r+b") as file:
+with open(os.environ["{HITS}"], "r+b") as file:
     hits = mmap.mmap(file.fileno(), 0)
 '''
 
@@ -309,10 +309,8 @@ class Covering:
         rare = {test: min((len(tests) for tests in beside if test in tests), default=1) for test in found}
         words = {word for word in mutant.path.removesuffix(".py").split("/") if word not in ("threed", "__init__")}
         files: dict[str, list[str]] = {}
-        for test in sorted(found, key=self.seconds.__getitem__):
+        for test in sorted(found, key=lambda test: (rare[test], self.seconds[test])):
             files.setdefault(test.partition("::")[0], []).append(test)
-        for tests in files.values():
-            tests.sort(key=rare.__getitem__)
 
         def cost(file: str, place: int) -> float:
             named = sum(word in file for word in words)

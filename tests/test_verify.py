@@ -72,11 +72,11 @@ def test_the_example_is_the_same_on_the_command_line() -> None:
     """As a user runs it: a process of its own, which prints nothing but the report."""
     line = [sys.executable, "-m", "threed", "verify", f"{EXAMPLE}:ParallelModel", "--json", "--model.layers", "2"]
     done = subprocess.run(
-        [*line, "--topologies", "tp2-seq,dp2-zero3"], capture_output=True, text=True, timeout=240,
+        [*line, "--topologies", "tp2-seq,pp2-dp2-zero3"], capture_output=True, text=True, timeout=240,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd="/",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    same = {"same": True, "topologies": ["tp2-seq", "dp2-zero3"], "refused": [], "differences": []}
+    same = {"same": True, "topologies": ["tp2-seq", "pp2-dp2-zero3"], "refused": [], "differences": []}
     assert json.loads(done.stdout) == same
 
 

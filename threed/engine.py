@@ -69,8 +69,8 @@ class Engine:
     model: see `threed.models.Model`, layers on the meta device, and a resolved configuration; or, with tp = pp = 1, any
     `nn.Module` whose forward takes the batch's tensors as keyword arguments and returns a loss. learning_rate,
     loss_scale: in place of what the configuration says. transport: how stages talk; the topology's links unless a test
-    brings its own. Raises ConfigError for features that are not there, and ValueError when ranks disagree about model
-    or configuration, naming them.
+    brings its own. Raises ConfigError for features that are not there, TypeError for what is no model, and
+    ValueError when ranks disagree about model or configuration, naming them.
     """
 
     def __init__(
@@ -83,15 +83,7 @@ class Engine:
         self.topology = topology
         self.model = self._as_model(model)
         self.wrapped = self.model if isinstance(self.model, Wrapped) else None
-        if config.zero.tile != self.model.slicing.tile:
-            fix = (
-                "build it with Slicing(..., tile=config.zero.tile)"
-                if self.wrapped is None
-                else "modules are wrapped whole: leave it out"
-            )
-            raise ConfigError(
-                [f"--zero.tile {config.zero.tile}: this model is cut into {self.model.slicing.tile}; {fix}"]
-            )
+        self._check_tile(config.zero.tile)
         self.config = config = resolve(config, 0, topology.world) if self.wrapped else config
         if self.wrapped is not None:
             checkpoints.enable(self.wrapped.module, config)
@@ -129,15 +121,20 @@ class Engine:
         if isinstance(getattr(model, "slicing", None), Slicing):  # of threed.layers, or wrapped already
             return cast(Model, model)
         if not isinstance(model, nn.Module):
-            fix = (
-                "pass an nn.Module, or layers with their `slicing`, a threed.layers.Slicing (examples/custom_model.py)"
-            )
+            fix = "pass an nn.Module, or layers with their `slicing`, a layers.Slicing (examples/custom_model.py)"
             raise TypeError(f"{type(model).__name__} is no model: {fix}")
         if self.topology.pp * self.topology.tp > 1:
             sizes = f"pp {self.topology.pp} or tp {self.topology.tp}"
             fix = "build it from threed.layers (examples/custom_model.py), or use pp 1 and tp 1"
             raise ConfigError([f"{type(model).__name__} cannot be cut by {sizes}: {fix}"])
         return Wrapped(model)
+
+    def _check_tile(self, wanted: int) -> None:
+        tile = self.model.slicing.tile
+        if wanted != tile:
+            own = "build it with Slicing(..., tile=config.zero.tile)"
+            fix = own if self.wrapped is None else "modules are wrapped whole: leave it out"
+            raise ConfigError([f"--zero.tile {wanted}: this model is cut into {tile}; {fix}"])
 
     def _lay_out(self) -> list[nn.Module]:
         """Cuts the model into stages, lays out this rank's parameters, and gives its layers."""
