@@ -17,6 +17,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # One thread a rank unless the caller knows better: ranks share the cores.
 export OMP_NUM_THREADS ?= 1
+# Tests start a hundred processes: each would compile the sources anew where Python is told to write no bytecode.
+unexport PYTHONDONTWRITEBYTECODE
 
 HAS_PYTHON := import sys; sys.exit(sys.version_info < (3, 11))
 HAS_TORCH  := import re, sys, torch; sys.exit(tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 10))

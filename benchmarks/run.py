@@ -32,15 +32,19 @@ if str(ROOT) not in sys.path:
 from benchmarks.suites import FP32_STAGES, STAGES, SUITES, Suite, wire_mib  # noqa: E402
 
 
+def launched(ranks: int, words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs `words` on that many ranks, by torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
 def measure(suite: Suite, engines: list[str], flags: list[str]) -> dict[str, Any]:
     """Runs the worker on the suite's ranks and reads its record; RuntimeError with its last words when it fails."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(suite.ranks)]
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # ninja, for what is compiled
     environment = {**os.environ, "PATH": tools, "GLOO_SOCKET_IFNAME": "lo"}
     environment |= {"OMP_NUM_THREADS": str(suite.threads), "PYTHONWARNINGS": "ignore"}
     own = [*suite.options, "--threads", str(suite.threads)]
-    command = [*launch, "-m", "benchmarks.worker", "--engines", *engines, *own, *flags]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = launched(suite.ranks, ["-m", "benchmarks.worker", "--engines", *engines, *own, *flags], environment)
     records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if not records:
         raise RuntimeError(f"worker {' '.join(engines)} failed:\n{done.stderr[-3000:]}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
@@ -21,12 +22,20 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs, out)):
-            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-                key = leaf.untyped_storage()._cdata
-                if key not in self._seen or self._seen[key].expired():
-                    self._seen[key] = StorageWeakRef(leaf.untyped_storage())
+        self._look_at((args, out, kwargs.values() if kwargs else ()))
         return out
+
+    def _look_at(self, values: Iterable[Any]) -> None:
+        """Tensors among arguments or results, which operations have in lists at most."""
+        for value in values:
+            if isinstance(value, Tensor):
+                if value.device.type != "meta":
+                    storage = value.untyped_storage()
+                    known = self._seen.get(storage._cdata)
+                    if known is None or known.expired():
+                        self._seen[storage._cdata] = StorageWeakRef(storage)
+            elif not isinstance(value, str) and isinstance(value, Iterable):
+                self._look_at(value)
 
     def sizes(self) -> list[int]:
         """Bytes of every storage that is alive and has any, in falling order."""
@@ -42,7 +51,9 @@ class Live(TorchDispatchMode):
     def settled(self) -> list[int]:
         """The sizes once they have been the same for a fifth of a second. gloo's threads let go of a message a moment
         after it was waited for: beside other work its storages were still there at once in 78 of 3000 sums, and in none
-        50 ms later."""
+        50 ms later. A process without a group has nothing to wait for."""
+        if not dist.is_initialized():
+            return self.sizes()
         end, found = time.monotonic() + 0.2, self.sizes()
         while time.monotonic() < end:
             time.sleep(0.02)

@@ -6,8 +6,6 @@ import argparse
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from benchmarks import host, memory, run
 from benchmarks.engines import ENGINES
 from benchmarks.reference import PRESETS
 from benchmarks.suites import OFFLOADS, STAGES, SUITES, Suite, wire_mib
+from tests.harness import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 PSI = PRESETS["base"].parameters
@@ -103,7 +102,14 @@ def test_missing_deepspeed_leaves_its_engines_out(
         ENGINES["deepspeed2"].load()  # type: ignore[attr-defined]
 
 
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers on warm ranks; torchrun starts those of the tests that measure."""
+    monkeypatch.setattr(run, "launched", lambda ranks, words, env: run_script(ranks, words, ROOT, env))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_engines_of_the_zero_suite_train_the_same_thing() -> None:
     names = [name for name in SUITES["zero"].engines if not name.startswith("deepspeed")]
     (record,) = run.run_suite("zero", options(only=names))
@@ -118,6 +124,7 @@ def test_engines_of_the_zero_suite_train_the_same_thing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("name", ["offload-cpu-2-dp2", "offload-nvme-3-all-bf16-dp1"])
 def test_engines_of_the_offload_suites_train_the_same_thing(name: str) -> None:
     names = [engine for engine in SUITES[name].engines if not engine.startswith("deepspeed")]
@@ -144,8 +151,9 @@ def test_what_swaps_reads_and_writes_the_state(tmp_path: Path) -> None:
 
 def records(script: str, *options: str) -> list[dict[str, Any]]:
     """The JSON lines of a benchmark script that runs small."""
-    out = subprocess.check_output([sys.executable, f"benchmarks/{script}", *options], cwd=ROOT, text=True)
-    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    done = run_script(1, [f"{ROOT}/benchmarks/{script}", *options], ROOT, os.environ)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.slow

@@ -11,8 +11,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +19,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests import hf_models, mutants
-from tests.harness import run_ranks
+from tests.harness import run_ranks, run_script
 from threed import cli, schedules
 from threed.arguments import GROUPS, format_problems, load_checked
 from threed.config import ConfigError, key_name
@@ -259,13 +257,9 @@ def test_the_changelog_keeps_its_form() -> None:
 
 def run_example(folder: Path, *flags: str, ranks: int = 1, example: Path = EXAMPLE) -> list[str]:
     """The lines that an example prints."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     (folder / "text.txt").write_text("".join(f"the square of {n} is {n * n}\n" for n in range(2000)))
     small = "--data.path text.txt --train.steps 3 --train.global-batch 8 --model.hidden 32 --model.seq 32".split()
-    done = subprocess.run(
-        [sys.executable, *launcher, str(example), *small, *flags], cwd=folder, capture_output=True, text=True,
-        timeout=600, env={**os.environ, "THREED_CACHE": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = run_script(ranks, [str(example), *small, *flags], folder, {**os.environ, "THREED_CACHE": str(folder)})
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if line]
 

@@ -39,7 +39,7 @@ SETTINGS: dict[str, list[object]] = {
     "recompute": list(RECOMPUTE),
     "offload_optimizer": ["none", "cpu", "nvme"],
     "offload_params": ["none", "cpu", "nvme"],
-    "bucket_mib": [64.0, 0.01],
+    "bucket_mib": [64.0, 0.03],
     "prefetch": [1, 2],
     "tile": [1, 3],
     "shard": ["all", 2],

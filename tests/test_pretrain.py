@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import run_ranks
-from threed import ending, launch
+from tests.harness import run_script
+from threed import launch
 from threed.checkpoint import native
 from threed.config import Config
 from threed.monitor import heartbeat, metrics
@@ -50,20 +50,14 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def start(folder: Path, ranks: int, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script to its end."""
+    """Runs a script to its end, as a user does."""
     line = command(ranks, script, *flags)
     return subprocess.run(line, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=240)
 
 
-def train_straight(folder: Path, flags: list[str]) -> None:
-    """The same command on a rank that is there already, without its pictures."""
-    os.chdir(folder)
-    os.environ["THREED_CACHE"] = str(folder / "cache")
-    config, _ = launch._load(flags, {"model": {"arch": "gpt"}}, ROOT / "pretrain" / "presets", 4, 4)
-    data = launch._open(config)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ending, "draw", lambda *about: [])
-        launch.train(launch._checked(config, data, 4), data, ["pretrain/gpt.py", *flags])
+def again(folder: Path, ranks: int, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """The same on ranks that are warm already."""
+    return run_script(ranks, [str(ROOT / "pretrain" / script), *flags], folder, environment(folder))
 
 
 def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) -> None:
@@ -83,13 +77,13 @@ def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) ->
         assert word in first.stdout, first.stdout
 
     quick = ["--log.wandb", "off", "--checkpoint.export-hf", "false"]
-    second = start(folder, 4, "gpt.py", *flags, *quick)
+    second = again(folder, 4, "gpt.py", *flags, *quick)
     assert second.returncode == 0, second.stdout + second.stderr
     assert "resumed    runs/tiny/checkpoints/step-4" in second.stdout
     assert [row["step"] for row in metrics.read(run / "metrics.jsonl")] == [1, 2, 4, 6]
     assert native.read_manifest(run / "checkpoints" / "step-6")["state"]["consumed"] == 24
 
-    run_ranks(4, train_straight, folder, [*flags, *quick, "--run.name", "straight"])
+    assert again(folder, 4, "gpt.py", *flags, *quick, "--run.name", "straight").returncode == 0
     last = metrics.read(folder / "runs" / "straight" / "metrics.jsonl")[-1]
     assert last["train/loss"] == metrics.read(run / "metrics.jsonl")[-1]["train/loss"]
 
@@ -109,8 +103,7 @@ def test_llama_trains_on_one_rank_and_its_export_loads(folder: Path) -> None:
 
 
 def test_everything_wrong_is_said_at_once_with_exit_code_2(folder: Path) -> None:
-    line = [sys.executable, str(ROOT / "pretrain" / "gpt.py"), "--parallel.tp", "3", "--data.path", "nowhere"]
-    done = subprocess.run(line, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=240)
+    done = again(folder, 1, "gpt.py", "--parallel.tp", "3", "--data.path", "nowhere")
     assert done.returncode == 2
     for word in ("world size 1", "--model.heads 8", "nowhere does not exist"):
         assert word in done.stderr
@@ -119,17 +112,16 @@ def test_everything_wrong_is_said_at_once_with_exit_code_2(folder: Path) -> None
 
 def test_a_resume_with_another_shape_is_refused_and_names_the_keys(folder: Path) -> None:
     flags = ["--preset", "tiny", *QUICK, "--train.steps", "1", "--checkpoint.export-hf", "false", "--log.wandb", "off"]
-    assert start(folder, 1, "gpt.py", *flags).returncode == 0
-    again = start(folder, 1, "gpt.py", *flags, "--model.hidden", "64")
-    assert again.returncode != 0
-    assert "hidden = 32, this run has 64" in again.stderr
-    assert "problem in the configuration" not in again.stderr
+    assert again(folder, 1, "gpt.py", *flags).returncode == 0
+    other = again(folder, 1, "gpt.py", *flags, "--model.hidden", "64")
+    assert other.returncode != 0
+    assert "hidden = 32, this run has 64" in other.stderr
+    assert "problem in the configuration" not in other.stderr
 
 
 def test_dry_run_prints_the_plan_and_trains_nothing(folder: Path) -> None:
     flags = ["--preset", "tiny", *QUICK, "--dry-run", "--world-size", "8", "--parallel.tp", "2", "--parallel.pp", "2"]
-    line = [sys.executable, str(ROOT / "pretrain" / "gpt.py"), *flags]
-    done = subprocess.run(line, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=240)
+    done = again(folder, 1, "gpt.py", *flags)
     assert done.returncode == 0, done.stderr
     assert "pp1 dp1 tp1" in done.stdout
     assert "ideal bubble" in done.stdout

@@ -27,7 +27,7 @@ class Case:
     stage: int
     microbatches: int = 2
     resident: int = 0
-    bucket_mib: float = 0.01
+    bucket_mib: float = 0.03  # every block in several, a weight over two
     frozen: str = ""  # parameters whose name has this in it
     checkpointing: str = ""  # reentrant | non-reentrant
     meta: bool = False
