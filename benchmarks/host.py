@@ -16,7 +16,10 @@ def busy_seconds() -> float:
 
 
 def wait_until_quiet(cores: float, end: float) -> None:
-    """Returns when all processes together use less than `cores`, or when `time.monotonic()` is past `end`."""
+    """Returns when all processes together use less than `cores`, or when `time.monotonic()` is past `end`; at once
+    where the machine has no more."""
+    if cores >= (os.cpu_count() or 1):
+        return
     while time.monotonic() < end:
         begin, before = time.perf_counter(), busy_seconds()
         time.sleep(1.5)

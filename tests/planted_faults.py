@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ class Block(nn.Module):
         self.norm: nn.Module = layers.RMSNorm(f"{name}.norm", c.hidden, slicing)
         self.up: nn.Module = layers.ColumnLinear(f"{name}.mlp", c.hidden, [("up", 2 * c.hidden)], slicing)
         self.down: nn.Module = layers.RowLinear(f"{name}.mlp.down", 2 * c.hidden, c.hidden, slicing)
+        self.level: Tensor
+        self.register_buffer("level", torch.zeros(()))  # persistent: compared too
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         return x + self.down(self.up(self.norm(x)).relu())
@@ -162,6 +165,31 @@ class StateOfItsOwn(Block):
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         self.runs += 1
         return super().forward(x, micro) * (1 + self.runs / 100)
+
+
+class BufferOfTheRank(Block):
+    """A buffer that holds something else on every tensor rank, and that nothing reads."""
+
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        self.level = self.level + self.slicing.tp.index
+        return super().forward(x, micro)
+
+
+class EndsOnOneRank(Block):
+    """A process that ends in the middle of a step."""
+
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        if self.slicing.tp.index:
+            os._exit(3)
+        return super().forward(x, micro)
+
+
+class NoNumber(Block):
+    """What one tensor rank adds is no number."""
+
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        y = super().forward(x, micro)
+        return y * torch.nan if self.slicing.tp.index else y
 
 
 class Model:

@@ -134,8 +134,8 @@ def test_engines_of_the_offload_suites_train_the_same_thing(name: str) -> None:
         assert 0 < found["update_ms"] < found["step_ms"], engine
 
 
-@pytest.mark.alone
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_what_swaps_reads_and_writes_the_state(tmp_path: Path) -> None:
     chosen = options(only=["wrapped_zero3_nvme"], quick=False, folder=tmp_path, preset="small")
     chosen.steps = 4  # as many in one direction of the updates as in the other

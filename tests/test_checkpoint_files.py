@@ -49,6 +49,15 @@ def test_a_stream_that_is_not_what_was_announced_is_an_error(tmp_path: Path) -> 
         stream_tensors(tmp_path / "f", about, iter([torch.zeros(2)]))
 
 
+def test_a_checkpoint_that_would_not_fit_is_refused(tmp_path: Path) -> None:
+    files.check_space(tmp_path, 1)
+    with pytest.raises(files.CheckpointError, match=r"needs 1e\+06 GiB, .* GiB are free at .*: free some space"):
+        files.check_space(tmp_path, 10**6 * 2**30)
+    if sys.platform == "linux":
+        with pytest.raises(files.CheckpointError, match=r"/proc is on no disk: point --run\.dir elsewhere"):
+            files.check_space(Path("/proc"), 1)
+
+
 def test_publish_replaces_a_folder_whole(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / "new").mkdir()

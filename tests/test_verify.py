@@ -43,6 +43,9 @@ PLANTED = {
     "SlicingWithoutAxis": ("tp2", None, "replicated=slicing.replicated"),
     "SomeRanksOnly": ("tp2", None, "a collective that only some of them call"),
     "StateOfItsOwn": ("recompute", None, "its forward runs twice"),
+    "BufferOfTheRank": ("tp2", "blocks.1.level", "not on all tensor ranks alike"),
+    "EndsOnOneRank": ("tp2", None, "rank 1 ended with exit code 3"),
+    "NoNumber": ("tp2", None, "a loss that is no number"),
 }
 
 
@@ -118,6 +121,10 @@ class Fails(Mine):
     def __init__(self, config, slicing):
         raise TypeError("not today")
 
+class Other:
+    def __init__(self, config, slicing):
+        pass
+
 class Plain(torch.nn.Module):
     def __init__(self, config, slicing):
         super().__init__()
@@ -168,10 +175,11 @@ def test_what_cannot_be_compared_is_said(users: Path, capsys: pytest.CaptureFixt
         printed = capsys.readouterr()
         return printed.out + printed.err
 
-    assert "its classes are Mine, Faulty, Fails, Plain" in says(f"{users}:Nobody")
+    assert "its classes are Mine, Faulty, Fails, Other, Plain" in says(f"{users}:Nobody")
     assert "write FILE.py:NAME" in says("nothing")
     assert "no such file" in says("nothing.py:Model")
     assert "TypeError: not today (users.py, line 17)" in says(f"{users}:Fails", "--topologies", "tp2")
+    assert "TypeError: Other is no model: pass an nn.Module, or layers with" in says(f"{users}:Other")
     assert "'tq2' is no word of one" in says(f"{users}:Mine", "--topologies", "tq2")
     assert "takes 16 ranks, more than 8" in says(f"{users}:Mine", "--topologies", "tp4-pp4")
     assert "the topologies say them" in says(f"{users}:Mine", "--parallel.tp", "2")
@@ -179,6 +187,27 @@ def test_what_cannot_be_compared_is_said(users: Path, capsys: pytest.CaptureFixt
     for text, what in (("1 / 0", "ZeroDivisionError"), ("exit(3)", "SystemExit: 3; guard"), ("(", "SyntaxError")):
         users.with_name(f"{what[:4]}.py").write_text(text)
         assert what in says(f"{users.with_name(what[:4])}.py:Model")
+
+
+WRONG_BATCHES = {
+    "None": "gave NoneType: it gives tensors by name, of 8 rows",
+    "{'tokens': torch.zeros(3, 16).long()}": "gave tokens [3, 16]: it gives tensors",
+    "{'tokens': torch.zeros(8, 16).long(), 'labels': 1}": "gave tokens [8, 16], labels without rows",
+    "{'tokens': torch.zeros(8, 16)}": "gave tokens of torch.float32: ids are integers",
+    "{'tokens': torch.zeros(8, 16).long(), 'noise': torch.rand(8)}": "gave other values when it was called again",
+    "{}['oops']": "KeyError: 'oops' (users.py, line ",
+}
+
+
+@pytest.mark.parametrize("gives", WRONG_BATCHES)
+def test_a_batch_that_is_none_is_refused_and_not_blamed_on_the_model(
+    gives: str, users: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    users.write_text(f"{USERS.partition('def batch')[0]}def batch(config, step):\n    return {gives}\n")
+    assert main(["verify", f"{users}:Mine", "--topologies", "tp2"]) == 2
+    assert f"not compared   one process: {'' if 'oops' in gives else 'batch(config, 0) '}{WRONG_BATCHES[gives]}" in (
+        capsys.readouterr().out
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- the function

@@ -348,8 +348,9 @@ def test_what_cannot_be_wrapped_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="this Net belongs to an engine already"):
         Wrapped(module)
     engine, _ = made(0)
-    with pytest.raises(ValueError, match="'y' is no tensor with rows"):
-        engine.step({"x": torch.zeros(4, WIDTH), "y": 3})  # type: ignore[dict-item]
+    for none in (3, torch.tensor(3.0)):
+        with pytest.raises(ValueError, match="'y' is no tensor with rows"):
+            engine.step({"x": torch.zeros(4, WIDTH), "y": none})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="different numbers of rows"):
         engine.step({"x": torch.zeros(4, WIDTH), "y": torch.zeros(3, WIDTH)})
 

@@ -71,7 +71,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: Pa
         wrong = "--world-size goes with --dry-run; torchrun sets the world size of a run"
         return _refuse(format_problems([wrong]), local)
     try:
-        train(config, data, [prog, *argv])
+        _train(config, data, [prog, *argv])
         code = 0
     except CheckpointError as error:  # the same on every rank
         code = _refuse(f"threed: {error}", local)
@@ -82,6 +82,14 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: Pa
         raise KeyboardInterrupt(_how_to_go_on(config)) from None
     collectives.leave(code)
     return code
+
+
+def _train(config: Config, data: Data, words: list[str]) -> None:
+    try:
+        train(config, data, words)
+    except RuntimeError:
+        time.sleep(0.5)  # a rank that was interrupted is gone, perhaps: then this one's own interrupt is on its way
+        raise
 
 
 def _how_to_go_on(config: Config) -> str:

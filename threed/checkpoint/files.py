@@ -122,10 +122,11 @@ def _swap(a: Path, b: Path) -> bool:
 
 def check_space(folder: Path, needed: int) -> None:
     """CheckpointError when the disk under `folder` has not `needed` bytes free."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        gib = 2**30
+    disk, gib = shutil.disk_usage(folder), 2**30
+    if disk.total == 0:
+        raise CheckpointError(f"{folder} is on no disk: point --run.dir elsewhere")
+    if disk.free < needed:
         raise CheckpointError(
-            f"disk full: a checkpoint needs {needed / gib:.2f} GiB, {free / gib:.2f} GiB are free at {folder}:"
+            f"disk full: a checkpoint needs {needed / gib:.2g} GiB, {disk.free / gib:.2g} GiB are free at {folder}:"
             " free some space, lower --checkpoint.keep, or point --run.dir elsewhere"
         )

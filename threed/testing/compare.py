@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,12 +26,14 @@ KEPT = 2**16  # elements of a tensor that differs which a finding brings along
 
 @dataclass
 class Results:
-    """What a few steps gave: losses, gradient norms, and every weight and moment by global name (on rank 0)."""
+    """What a few steps gave: losses, gradient norms, every weight, moment and persistent buffer by global name (on rank
+    0)."""
 
     losses: list[float]
     norms: list[float]
     weights: dict[str, Tensor]
     moments: dict[str, dict[str, Tensor]]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def parts(self) -> dict[str, dict[str, Tensor]]:
@@ -41,7 +43,7 @@ class Results:
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """Something that differs. kind: loss, norm, cut (who holds what), or a part of the state: weight, exp_avg ...
+    """Something that differs. kind: loss, norm, cut (who holds what), buffer, or a part of the state: weight ...
 
     parameter: its global name, and the box of it. largest: the largest difference. values: this rank's, if not too
     many.
@@ -63,20 +65,24 @@ def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
     """What an engine holds after these steps. Collective."""
     parts = engine.optimizer.rule.parts
     moments = {part: native.collect(engine.optimizer, engine.topology, part) for part in parts}
-    return Results([m.loss for m in metrics], [m.grad_norm for m in metrics], engine.full_state_dict(), moments)
+    state, names = engine.full_state_dict(), engine.buffers.shapes()
+    buffers = {name: state.pop(name) for name in names if name in state}
+    return Results([m.loss for m in metrics], [m.grad_norm for m in metrics], state, moments, buffers)
 
 
 def differences(engine: Engine, metrics: Sequence[StepMetrics], truth: Results, tolerance: float) -> list[Finding]:
     """Where this rank's part of the results differs from the truth. Collective.
 
-    Losses and norms may differ by `tolerance` relative to the truth's, weights and moments by so much absolutely.
-    Raises ValueError where the optimizers keep other moments.
+    Losses and norms may differ by `tolerance` relative to the truth's, the rest by so much absolutely. Buffers are
+    compared if the truth has some: what they gather may depend on how a batch is cut. Raises ValueError where the
+    optimizers keep other moments.
     """
     losses = scalars("loss", [m.loss for m in metrics], truth.losses, tolerance)
     norms = scalars("norm", [m.grad_norm for m in metrics], truth.norms, tolerance)
     if set(truth.moments) != set(engine.optimizer.rule.parts):
         raise ValueError(f"{list(engine.optimizer.rule.parts)} cannot be compared with {list(truth.moments)}")
-    return [*losses, *norms, *bad_cuts(engine, truth.weights), *unequal(engine, truth.parts, tolerance)]
+    found = [*losses, *norms, *bad_cuts(engine, truth.weights), *unequal(engine, truth.parts, tolerance)]
+    return [*found, *unequal_buffers(engine, truth.buffers, tolerance)]
 
 
 def scalars(kind: str, got: Sequence[float], want: Sequence[float], tolerance: float) -> Iterator[Finding]:
@@ -96,6 +102,17 @@ def unequal(engine: Engine, truth: Mapping[str, Mapping[str, Tensor]], tolerance
         gap = farthest(values, whole[slices((record.box.start, record.box.size))])
         if not gap <= tolerance:
             yield _finding(record, values, "differs", gap)
+
+
+def unequal_buffers(engine: Engine, truth: Mapping[str, Tensor], tolerance: float) -> Iterator[Finding]:
+    """This rank's persistent buffers that differ."""
+    for name, place in engine.buffers.persistent().items() if truth else ():
+        got, want = place.value, truth.get(name)
+        if got is None or want is None or got.shape != want.shape:
+            if got is not None or want is not None:
+                yield Finding("buffer", "one process has no such buffer of this shape", parameter=name)
+        elif not (gap := farthest(got.double(), want.double())) <= tolerance:
+            yield Finding("buffer", "differs", gap, name, values=got.detach().cpu().clone())
 
 
 def farthest(got: Tensor, want: Tensor) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -67,7 +68,8 @@ class Judge:
     def explain(self, ranks: Sequence[Seen]) -> Iterator[About]:
         """What differs, the likely beginnings first; nothing where nothing does."""
         early = any(seen.first for seen in ranks)
-        found = [(rank, f) for rank, seen in enumerate(ranks) for f in (seen.first if early else seen.last)]
+        every = [(rank, f) for rank, seen in enumerate(ranks) for f in (seen.first if early else seen.last)]
+        found = [(rank, f) for rank, f in every if f.kind != "buffer"]
         cuts = sorted((f for _, f in found if f.kind == "cut"), key=lambda f: self._layer_of.get(f.parameter, -1))
         for _, of_layer in groupby(cuts, key=lambda f: self._layer_of.get(f.parameter, -1)):
             first, *others = of_layer
@@ -81,6 +83,18 @@ class Judge:
         elif (rest := [f for _, f in found if f.kind != "cut"]) and not cuts:
             cause = "some gradient is counted more often, or less, than once" if rest[0].kind == "norm" else ""
             yield None, None, f"the {rest[0]}; weights agree: {cause}".removesuffix(": "), _finite(rest[0].largest)
+        yield from self._buffers([(rank, f) for rank, f in every if f.kind == "buffer"], len(ranks))
+
+    def _buffers(self, found: Sequence[tuple[int, Finding]], ranks: int) -> Iterator[About]:
+        """The buffers that differ, and whether they do so on all ranks alike."""
+        for name in list(dict.fromkeys(f.parameter for _, f in found))[:MOST]:
+            mine = [f for _, f in found if f.parameter == name]
+            values = [f.values for f in mine if f.values is not None]
+            alike = len(values) % self.tensor == 0 and all(torch.equal(values[0], other) for other in values[1:])
+            what = "differs" if mine[0].what == "differs" else mine[0].what
+            yield self._of(
+                name, f"its buffer {what}{'' if alike else _NOT_ALIKE}", _finite(max(f.largest for f in mine))
+            )
 
     def _of(self, parameter: str, what: str, size: float | None) -> About:
         number = self._layer_of.get(parameter)
@@ -142,7 +156,9 @@ class Judge:
             if _near(total, want) or (branch is not None and _near(total - (self.tensor - 1) * branch, want)):
                 return partial
             if all(torch.equal(whole[0], other) for other in whole[1:]):
-                return "is the same on all tensor ranks, and not that of one process: a sum too many, or a wrong slice"
+                again = ", or its forward, which runs twice, changes its input" if "recompute" in self.said else ""
+                alike = "is the same on all tensor ranks, and not that of one process"
+                return f"{alike}: a sum too many, or a wrong slice{again}"
             return (
                 "is not the same on all tensor ranks: a sum that was not made, or a slice that the rank has no part in"
             )
@@ -184,6 +200,7 @@ _NO_COPY = (
 )
 _PARTIAL = "give its record partial=slicing.partial (where sequences are cut), or partial='tp' if each rank sees a part"
 _TOO_MANY = ": it is summed over ranks that each have all of it (a partial mark, or a sum, too many)"
+_NOT_ALIKE = ", and not on all tensor ranks alike: it is made from what each rank has a part of"
 _CUT = (
     ": mark copies replicated=slicing.replicated, cut others by the Slicing's tp axis, and let start and size of the"
     " pieces make up the whole"
@@ -227,19 +244,35 @@ def _first_named(text: str, names: Iterable[str]) -> str | None:
 
 
 def report_of(error: RanksFailed) -> dict[str, Any] | None:
-    """What the rank that failed first said of it; None where all that is said is that another rank is gone, or sends
-    other messages than are awaited."""
-    reports = [report for report in error.reports.values() if report]
-    return next((r for r in reports if not re.search(r"gloo|[Cc]onnection (closed|reset)", r["text"])), None)
+    """What the rank that failed first said of it, or one that says the same of an earlier layer; None where all that is
+    said is that another rank is gone, or sends other messages than are awaited."""
+    reports = [
+        r for r in error.reports.values() if r and not re.search(r"gloo|[Cc]onnection (closed|reset)", r["text"])
+    ]
+    if not reports:
+        return None
+    places = {name: number for number, (name, _) in enumerate(reports[0]["layers"])}
+    same = [r for r in reports if r["text"] == reports[0]["text"]]
+    return min(same, key=lambda r: places.get(r["layer"], len(places)))
 
 
 def silence(error: RanksFailed, timeout: float) -> tuple[str | None, str]:
     """Of ranks that died or hang: the layer where the one that is least far was last seen, and what happened."""
-    calls = (re.fullmatch(r"call (\d+), the \w+ of (.*)", text) for text in error.notes.values())
-    last = sorted((int(call[1]), call[2]) for call in calls if call)
+    calls = {rank: re.fullmatch(r"call (\d+), the \w+ of (.*)", text) for rank, text in error.notes.items()}
     seen = "; ".join(f"rank {rank} in {text}" for rank, text in sorted(error.notes.items()))
-    what = _MISMATCH if error.failures else f"the ranks still wait for each other after {timeout:g} seconds"
-    return (last[0][1] if last else None), f"{what}{_NOT_ALL} (last seen: {seen or 'nowhere'})"
+    # gloo aborts where messages do not fit each other; what ends in another way does so by itself
+    ended = {rank: code for rank, code in error.died.items() if code not in (-signal.SIGABRT, None)}
+    if ended:
+        codes = [
+            f"rank {n} {f'was killed by signal {-code}' if code < 0 else f'ended with exit code {code}'}"
+            for n, code in ended.items()
+        ]
+        what, calls = ", ".join(codes), {rank: calls.get(rank) for rank in ended}
+    else:
+        what = _MISMATCH if error.failures else f"the ranks still wait for each other after {timeout:g} seconds"
+        what += _NOT_ALL
+    last = sorted((int(call[1]), call[2]) for call in calls.values() if call)
+    return (last[0][1] if last else None), f"{what} (last seen: {seen or 'nowhere'})"
 
 
 def repeated(found: Seen, layers: Layers) -> Iterator[About]:

@@ -36,11 +36,13 @@ class RanksFailed(AssertionError):
     """Ranks that failed, died or hung: the text has every traceback.
 
     failures: rank -> traceback, first come first. silent: ranks that were still running. notes: rank -> the last of its
-    `note`s. reports: rank -> the `report` that its exception carried, if it did.
+    `note`s. reports: rank -> the `report` that its exception carried, if it did. died: rank -> exit code (negative: the
+    signal) of those that ended without a word.
     """
 
     def __init__(self, world: _World) -> None:
         self.failures, self.notes, self.reports = world.failures, world.notes, world.reports
+        self.died = world.died
         self.silent = [rank for rank in range(len(world.pipes)) if rank not in world.results]
         lines = [f"rank {rank}: {text}" for rank, text in self.failures.items()]
         last = {rank: self.notes[rank] for rank in self.silent if rank in self.notes}
@@ -53,10 +55,12 @@ class _World:
     """The ranks of one call, and what they sent."""
 
     pipes: list[Connection] = field(default_factory=list)
+    processes: list[Any] = field(default_factory=list)
     results: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     notes: dict[int, str] = field(default_factory=dict)
     reports: dict[int, Any] = field(default_factory=dict)
+    died: dict[int, int | None] = field(default_factory=dict)
 
     def collect(self, timeout: float) -> list[Any]:
         end = time.monotonic() + timeout
@@ -76,7 +80,9 @@ class _World:
         try:
             kind, value = pickle.loads(self.pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
-            kind, value = "failure", ("the process died without a word", None)
+            self.processes[rank].join(1)
+            self.died[rank] = self.processes[rank].exitcode
+            kind, value = "failure", (f"the process died without a word, exit code {self.died[rank]}", None)
         if kind == "note":
             self.notes[rank] = value
             return
@@ -97,19 +103,19 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float =
     Raises RanksFailed with every traceback when one fails or dies, or when they are not done after `timeout` seconds.
     """
     task = pickle.dumps((work, args))
-    state, processes = _World(), []
+    state = _World()
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(world):
                 mine, theirs = _context.Pipe(duplex=False)
                 target = (theirs, rank, world, f"{folder}/store", task)
-                processes.append(_context.Process(target=_rank, args=target, daemon=True))
-                processes[-1].start()
+                state.processes.append(_context.Process(target=_rank, args=target, daemon=True))
+                state.processes[-1].start()
                 theirs.close()
                 state.pipes.append(mine)
             return state.collect(timeout)
         finally:
-            for process in processes:
+            for process in state.processes:
                 process.kill()
                 process.join()
 

@@ -13,7 +13,7 @@ import random
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from threed.buffers import find
 from threed.config import Config, ConfigError, resolve
 from threed.engine import Engine, StepMetrics
 from threed.layers import Slicing
+from threed.metrics import DataError
 from threed.sharding import ModelError
 from threed.testing import diagnose
 from threed.testing.compare import Finding, Results, differences, results_of
@@ -199,7 +201,8 @@ def _explain_failure(report: Report, name: str, error: RanksFailed, timeout: flo
     else:
         hint = "; change a copy: x = x * 2, not x.mul_(2)" if "in-place" in broken["message"] else ""
         what = f"ends with {broken['text']}{hint}"
-        report.differences.append(Difference(name, broken["layer"] or None, None, what, None))
+        said = diagnose.named(lines[0], broken["layers"]) if broken["kind"] == "value" else (None, None)
+        report.differences.append(Difference(name, said[0] or broken["layer"] or None, said[1], what, None))
 
 
 def _check(build: Build, batch: BatchOf | None, config: Config) -> None:
@@ -252,15 +255,45 @@ def _train(
         watch = Watch(engine, seen)
         _seed(seed)
         phase, at = "batch", lambda: watch.at
-        batches = [share(task.batch(config, step), topology) for step in range(config.train.steps)]
+        batches = [share(_batch(task, config, step), topology) for step in range(config.train.steps)]
         phase = "step"
         metrics = [engine.step(batches[0])]
         watch.stop()
         first = after_first(engine, metrics)
         metrics += [engine.step(batch) for batch in batches[1:]]
         return first, watch, after_last(engine, metrics), layers
+    except DataError as error:  # told after the step: the layer where it began
+        raise _Broken(phase, watch.first_not_finite(), error, layers) from error
     except Exception as error:
         raise _Broken(phase, at(), error, layers) from error
+
+
+def _batch(task: _Task, config: Config, step: int) -> Mapping[str, Tensor]:
+    """The global batch of a step. Raises ValueError for what is none."""
+    batch, rows = task.batch(config, step), config.train.global_batch
+    gave = {key: _shape(value) for key, value in batch.items()} if isinstance(batch, Mapping) else {}
+    if not gave or any(shape is None or shape[:1] != [rows] for shape in gave.values()):
+        said = ", ".join(f"{key} {shape or 'without rows'}" for key, shape in gave.items()) or type(batch).__name__
+        raise ValueError(
+            f"batch(config, {step}) gave {said}: it gives tensors by name, of {rows} rows (--train.global-batch)"
+        )
+    if "tokens" in batch and batch["tokens"].is_floating_point():
+        raise ValueError(f"batch(config, {step}) gave tokens of {batch['tokens'].dtype}: ids are integers")
+    if step == 0:
+        again = task.batch(config, 0)
+        if not all(_alike(value, again[key]) for key, value in batch.items()):
+            raise ValueError(
+                "batch(config, 0) gave other values when it was called again: seed what it draws by the step"
+            )
+    return batch
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN too
+
+
+def _shape(value: Any) -> list[int] | None:
+    return list(value.shape) if isinstance(value, Tensor) and value.dim() else None
 
 
 def _seed(seed: int) -> None:
@@ -272,16 +305,16 @@ def _seed(seed: int) -> None:
 
 
 def _layers(model: Any) -> Layers:
-    """The layers of a model, and the global names in each; a module is one layer, named by the engine."""
+    """The layers of a model, and the global names in each; a module is one layer, named by the engine. None of what is
+    no model, which the engine says."""
     if isinstance(model, nn.Module) and not hasattr(model, "slicing"):
-        return [("module", [name for name, _ in model.named_parameters()])]
-    return [
-        (
-            label(layer, number),
-            [piece.name for p in layer.parameters() if hasattr(p, "spec") for piece in p.spec.pieces],
-        )
-        for number, layer in enumerate(model.layers())
-    ]
+        return [("module", [name for name, _ in (*model.named_parameters(), *model.named_buffers())])]
+    found = []
+    for number, layer in enumerate(model.layers() if hasattr(model, "layers") else ()):
+        names = [piece.name for p in layer.parameters() if hasattr(p, "spec") for piece in p.spec.pieces]
+        names += [place.name for place in find([(str(getattr(layer, "name", f"layers.{number}")), layer)])]
+        found.append((label(layer, number), names))
+    return found
 
 
 def _find_truth(task: _Task) -> Seen:
@@ -296,6 +329,8 @@ def _train_and_compare(task: _Task, said: dict[str, int]) -> Seen:
     """On every rank: trains, and says what differs from the truth."""
     truth = torch.load(task.file, mmap=True)
     first, last = Results(**truth["first"]), Results(**truth["last"])
+    if said.get("dp", 1) > 1 or said.get("micro", task.config.train.micro_batch) != task.config.train.micro_batch:
+        first, last = replace(first, buffers={}), replace(last, buffers={})  # they see how a batch is cut
 
     def after_first(engine: Engine, metrics: list[StepMetrics]) -> list[Finding]:
         return differences(engine, metrics, first, task.tolerance)

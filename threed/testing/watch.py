@@ -46,6 +46,11 @@ class Watch:
         """Keeps no more values."""
         self._recording = False
 
+    def first_not_finite(self) -> str:
+        """The first layer of this rank whose output was no number, "" if none was."""
+        wrong = [key[1] for key, values in self.seen.items() if key[0] == OUTPUT and not values.isfinite().all()]
+        return self.names[min(wrong)] if wrong else ""
+
     def _follow(self, number: int, layer: nn.Module) -> None:
         def before(layer: nn.Module, args: tuple[Any, ...]) -> None:
             self._note("forward", number)
