@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,8 @@ from threed.monitor import process
 from threed.topology import Topology
 from threed.trainer import Trainer, resuming_flags
 
+_interrupted = threading.Event()
+
 
 def main(argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]], presets: Path, prog: str) -> int:
     """Trains as the command line says; the exit code: 0, or 2 when something about it is wrong.
@@ -42,6 +45,8 @@ def main(argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]], presets:
     An interrupt (Ctrl-C) is answered by one line, and ends the process as it would have without.
     """
     process.die_with_parent()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as in a shell's background
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         return _run(argv, defaults, presets, prog)
     except KeyboardInterrupt as interrupt:
@@ -84,11 +89,19 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: Pa
     return code
 
 
+def _interrupt(*_: object) -> None:
+    _interrupted.set()
+    raise KeyboardInterrupt
+
+
 def _train(config: Config, data: Data, words: list[str]) -> None:
     try:
         train(config, data, words)
     except RuntimeError:
-        time.sleep(0.5)  # a rank that was interrupted is gone, perhaps: then this one's own interrupt is on its way
+        # Another rank is gone, perhaps, for it was interrupted: then so is this one, or will be in a moment. What the
+        # handler raises in a callback of autograd's is lost, so the event counts.
+        if _interrupted.wait(1.0):
+            raise KeyboardInterrupt from None
         raise
 
 
