@@ -26,6 +26,10 @@ class Block(nn.Module):
         self.down: nn.Module = layers.RowLinear(f"{name}.mlp.down", 2 * c.hidden, c.hidden, slicing)
         self.level: Tensor
         self.register_buffer("level", torch.zeros(()))  # persistent: compared too
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+        self.register_buffer("counts", torch.tensor([1, 2]))
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("none", None)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         return x + self.down(self.up(self.norm(x)).relu())
