@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
-from threed.cli import main
+from threed import launch
+from threed.cli import PRESETS, main
 
 
 def save_checkpoint(path: Path) -> None:
@@ -40,6 +42,21 @@ def test_plan_is_the_dry_run(
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--preset", "tiny", "--world-size", "4", "--parallel.tp", "2", "--parallel.pp", "2"]) == 0
     assert "rank 3" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is where nothing can be saved")
+def test_what_is_in_the_way_here_does_not_keep_a_run_elsewhere_from_being_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ["--preset", "tiny", "--run.dir", "/proc/none"]
+    assert main(["plan", *flags, "--world-size", "16", "--parallel.tp", "2"]) == 0
+    *_, last_rank, here = capsys.readouterr().out.splitlines()
+    assert last_rank.startswith("  rank 15")
+    assert here.startswith("here       ")
+    assert "/proc" in here
+    assert launch.main(flags, defaults={}, presets=PRESETS, prog="pretrain/gpt.py") == 2
+    assert here.removeprefix("here       ") in capsys.readouterr().err
 
 
 def test_tokenize_writes_a_pair_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,8 +45,6 @@ def main(argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]], presets:
     An interrupt (Ctrl-C) is answered by one line, and ends the process as it would have without.
     """
     process.die_with_parent()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as in a shell's background
-        signal.signal(signal.SIGINT, _interrupt)
     try:
         return _run(argv, defaults, presets, prog)
     except KeyboardInterrupt as interrupt:
@@ -67,14 +65,16 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: Pa
             return _say(help_text(config, prog, presets=presets), local)
         world = options.world_size or world
         data = _open(config)
-        config = _checked(config, data, world)
+        config, forecast = _checked(config, data, world)
     except ConfigError as error:
         return _refuse(format_problems(error.problems), local)
-    if options.dry_run:
-        return _say(Forecast.of(config, world).text(), local)
+    problems = _problems_here(config, forecast)
+    if options.dry_run:  # of a run on another machine, perhaps: what is in the way on this one is only said
+        return _say("\n".join([forecast.text(), *(f"here       {problem}" for problem in problems)]), local)
     if options.world_size is not None:
-        wrong = "--world-size goes with --dry-run; torchrun sets the world size of a run"
-        return _refuse(format_problems([wrong]), local)
+        problems = ["--world-size goes with --dry-run; torchrun sets the world size of a run"]
+    if problems:
+        return _refuse(format_problems(problems), local)
     try:
         _train(config, data, [prog, *argv])
         code = 0
@@ -95,6 +95,8 @@ def _interrupt(*_: object) -> None:
 
 
 def _train(config: Config, data: Data, words: list[str]) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as in a shell's background
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         train(config, data, words)
     except RuntimeError:
@@ -164,22 +166,23 @@ def _open(config: Config) -> Data:
     raise ConfigError(problems)
 
 
-def _checked(config: Config, data: Data, world: int) -> Config:
-    """The resolved configuration, or ConfigError with what the data, the device, the disk or a checkpoint object to."""
+def _checked(config: Config, data: Data, world: int) -> tuple[Config, Forecast]:
+    """The resolved configuration and what it takes, or ConfigError with what is wrong on any machine."""
     problems = find_problems(config, world, tokenizer_vocab=data.vocab)
     if problems:
         raise ConfigError(problems)
     config = resolve(config, data.vocab, world)
     try:
-        forecast = Forecast.of(config, world)
+        return config, Forecast.of(config, world)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
+
+
+def _problems_here(config: Config, forecast: Forecast) -> list[str]:
+    """What this machine's disk, drive or devices, or a checkpoint on it, object to."""
     folder = Path(config.run.dir or "runs")
     problems = [*_disk_problems(folder, forecast), *_resume_problems(folder, config), *_device_problems(config)]
-    problems += _drive_problems(config.zero.nvme_path)
-    if problems:
-        raise ConfigError(problems)
-    return config
+    return problems + _drive_problems(config.zero.nvme_path)
 
 
 def _drive_problems(folder: str | None) -> list[str]:

@@ -122,11 +122,12 @@ def _swap(a: Path, b: Path) -> bool:
 
 def check_space(folder: Path, needed: int) -> None:
     """CheckpointError when the disk under `folder` has not `needed` bytes free."""
-    disk, gib = shutil.disk_usage(folder), 2**30
+    disk = shutil.disk_usage(folder)
     if disk.total == 0:
         raise CheckpointError(f"{folder} is on no disk: point --run.dir elsewhere")
     if disk.free < needed:
+        want, free = (f"{n / 2**30:,.1f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB" for n in (needed, disk.free))
         raise CheckpointError(
-            f"disk full: a checkpoint needs {needed / gib:.2g} GiB, {disk.free / gib:.2g} GiB are free at {folder}:"
+            f"disk full: a checkpoint needs {want}, {free} are free at {folder}:"
             " free some space, lower --checkpoint.keep, or point --run.dir elsewhere"
         )
