@@ -113,9 +113,14 @@ def unequal_buffers(engine: Engine, truth: Mapping[str, Tensor], tolerance: floa
                 yield Finding("buffer", "one process has no such buffer of this shape", parameter=name)
             continue
         values = got.detach().cpu().clone()
-        same = (values == want) | (values.isnan() & want.isnan())  # masks are infinite
+        same = agree(values, want)  # masks are infinite
         if not (gap := farthest(values.masked_fill(same, 0), want.masked_fill(same, 0))) <= tolerance:
             yield Finding("buffer", "differs", gap, name, values=values)
+
+
+def agree(a: Tensor, b: Tensor) -> Tensor:
+    """Where two tensors of one shape are the same, NaN too."""
+    return (a == b) | (a.isnan() & b.isnan())
 
 
 def farthest(got: Tensor, want: Tensor) -> float:

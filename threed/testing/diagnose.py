@@ -83,18 +83,16 @@ class Judge:
         elif (rest := [f for _, f in found if f.kind != "cut"]) and not cuts:
             cause = "some gradient is counted more often, or less, than once" if rest[0].kind == "norm" else ""
             yield None, None, f"the {rest[0]}; weights agree: {cause}".removesuffix(": "), _finite(rest[0].largest)
-        yield from self._buffers([(rank, f) for rank, f in every if f.kind == "buffer"], len(ranks))
+        yield from self._buffers([f for _, f in every if f.kind == "buffer"])
 
-    def _buffers(self, found: Sequence[tuple[int, Finding]], ranks: int) -> Iterator[About]:
-        """The buffers that differ, and whether they do so on all ranks alike."""
-        for name in list(dict.fromkeys(f.parameter for _, f in found))[:MOST]:
-            mine = [f for _, f in found if f.parameter == name]
+    def _buffers(self, found: Sequence[Finding]) -> Iterator[About]:
+        """The buffers that differ, and whether they do so on all tensor ranks alike."""
+        for name in list(dict.fromkeys(f.parameter for f in found))[:MOST]:
+            mine = [f for f in found if f.parameter == name]
             values = [f.values for f in mine if f.values is not None]
             alike = len(values) % self.tensor == 0 and all(torch.equal(values[0], other) for other in values[1:])
-            what = "differs" if mine[0].what == "differs" else mine[0].what
-            yield self._of(
-                name, f"its buffer {what}{'' if alike else _NOT_ALIKE}", _finite(max(f.largest for f in mine))
-            )
+            what = f"its buffer {mine[0].what}{'' if alike else _NOT_ALIKE}"
+            yield self._of(name, what, _finite(max(f.largest for f in mine)))
 
     def _of(self, parameter: str, what: str, size: float | None) -> About:
         number = self._layer_of.get(parameter)

@@ -28,7 +28,7 @@ from threed.layers import Slicing
 from threed.metrics import DataError
 from threed.sharding import ModelError
 from threed.testing import diagnose
-from threed.testing.compare import Finding, Results, differences, results_of
+from threed.testing.compare import Finding, Results, agree, differences, results_of
 from threed.testing.diagnose import Layers, Seen
 from threed.testing.ranks import RanksFailed, run_ranks
 from threed.testing.topologies import DEFAULT, configured, ranks_of, words
@@ -281,15 +281,11 @@ def _batch(task: _Task, config: Config, step: int) -> Mapping[str, Tensor]:
         raise ValueError(f"batch(config, {step}) gave tokens of {batch['tokens'].dtype}: ids are integers")
     if step == 0:
         again = task.batch(config, 0)
-        if not all(_alike(value, again[key]) for key, value in batch.items()):
+        if not all(v.shape == again[key].shape and agree(v, again[key]).all() for key, v in batch.items()):
             raise ValueError(
                 "batch(config, 0) gave other values when it was called again: seed what it draws by the step"
             )
     return batch
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN too
 
 
 def _shape(value: Any) -> list[int] | None:
