@@ -158,8 +158,8 @@ def times_gathered(group: Group, engine: Engine, case: Case) -> int:
     """
     if case.zero < 3 or all(slot.param.numel() < case.resident for slot in group.slots):
         return 1
-    m, stage = case.microbatches, engine.ranges[engine.stage_index]
-    first = m - 1 if case.schedule == "gpipe" else min(case.pp - engine.stage_index - 1, m - 1)
+    m, stage = case.microbatches, engine.blueprint.chunks[0]
+    first = m - 1 if case.schedule == "gpipe" else min(case.pp - engine.executor.rank - 1, m - 1)
     times = 0
     for layer in {stage.start + unit for slot in group.slots for unit in slot.units}:
         times += m
@@ -171,7 +171,7 @@ def times_gathered(group: Group, engine: Engine, case: Case) -> int:
 def messages(engine: Engine, case: Case) -> dict[str, int]:
     """The step's few numbers: valid tokens over data ranks where the loss is; over all ranks the norm's square, whether
     it is finite, the loss, and whether token ids and labels were within the vocabulary."""
-    last = engine.stage_index == case.pp - 1
+    last = engine.executor.rank == case.pp - 1
     return {"tp": 0, "pp": 0, "dp": 8 * (case.dp - 1) if last else 0, "world": 5 * 8 * (case.world - 1)}
 
 
@@ -183,7 +183,7 @@ def measure(case: Case) -> Sent:
     engine.step(data(config, engine))
     counted = {k: v - before.get(k, 0) for k, v in engine.topology.traffic.items()}
     engine.optimizer.settle()
-    stage, few = engine.ranges[engine.stage_index], messages(engine, case)
+    stage, few = engine.blueprint.chunks[0], messages(engine, case)
     parts = activations(case, config, stage), gradients(engine, case), few
     exact = {label: sum(part.get(label, 0) for part in parts) for label in few}
     planned = Forecast.of(config, case.world).ranks[engine.topology.rank].sends

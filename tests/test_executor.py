@@ -355,7 +355,7 @@ def check_freed(schedule: str) -> None:
     """
     engine = engine_of(config_of(Case(pp=2, schedule=schedule, microbatches=8)))
     (stage,) = engine.executor.stages
-    last = engine.stage_index == 1
+    last = engine.executor.rank == 1
     for name in ("forward", "backward"):
         inner, refs = getattr(stage, name), []
 
@@ -388,7 +388,7 @@ def check_span_order() -> None:
     engine.step(data)
     plan = schedules.lower(schedules.one_f_one_b(2, 3))
     spans = engine.record(False)
-    check_spans(spans, plan, engine.stage_index)
+    check_spans(spans, plan, engine.executor.rank)
     assert sum(end - start for action, start, end in spans if action.kind in COMPUTE) > 0
     engine.step(data)
     assert engine.record() == []

@@ -37,6 +37,8 @@ FLOORS = {
     "threed.zero": 4,
     "threed.precision": 4,
     "threed.buffers": 4,
+    "threed.blueprint": 5,
+    "threed.footprint": 5,
     "threed.checkpoint": 5,
     "threed.data": 5,
     "threed.monitor": 5,

@@ -29,7 +29,7 @@ from threed.engine import Engine
 from threed.layers import Slicing, TiledLinear
 from threed.layers.tiled import GRANULE, cut_rows, spans
 from threed.ops import matmul
-from threed.pipeline.build import blocks
+from threed.blueprint import blocks
 from threed.sharding import Box, attach, initial, matrix, spec_of
 from threed.topology import Axis, Topology
 from threed.zero import layout

@@ -11,34 +11,66 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness import run_ranks
-from threed.topology import AXES, Topology, coordinates, grid_sizes, place_label, rank_of
+from threed.planner.grid import AXES, Grid
+from threed.topology import Topology
 
-SIZES = [dict(zip(AXES, sizes, strict=True)) for sizes in itertools.product((1, 2, 3), (1, 2, 3), (1, 2), (1, 2, 4))]
+GRIDS_ON_PAPER = [Grid(*sizes) for sizes in itertools.product((1, 2, 3), (1, 2, 3), (1, 2), (1, 2, 4))]
 GRIDS = [(2, 2, 2), (4, 1, 2), (1, 2, 4), (3, 2, 1), (2, 1, 1), (8, 1, 1)]  # pp, dp, tp
 
 
-def world_of(sizes: dict[str, int]) -> int:
-    return sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"]
-
-
 def test_places_and_ranks_are_one_to_one() -> None:
-    for sizes in SIZES:
-        places = [coordinates(rank, sizes) for rank in range(world_of(sizes))]
-        assert [rank_of(place, sizes) for place in places] == list(range(world_of(sizes)))
-        assert len({tuple(place.items()) for place in places}) == world_of(sizes)
-        assert all(0 <= place[axis] < sizes[axis] for place in places for axis in AXES)
+    for grid in GRIDS_ON_PAPER:
+        places = [grid.coordinates(rank) for rank in range(grid.world)]
+        assert [grid.rank_of(place) for place in places] == list(range(grid.world))
+        assert len({tuple(place.items()) for place in places}) == grid.world
+        assert all(0 <= place[axis] < grid.sizes[axis] for place in places for axis in AXES)
 
 
 def test_tensor_ranks_are_next_to_each_other_and_stages_far_apart() -> None:
-    sizes = {"pp": 2, "dp": 3, "cp": 1, "tp": 4}
-    strides = {axis: rank_of({**dict.fromkeys(AXES, 0), axis: 1}, sizes) for axis in ("tp", "dp", "pp")}
+    grid = Grid(pp=2, dp=3, tp=4)
+    strides = {axis: grid.rank_of({**dict.fromkeys(AXES, 0), axis: 1}) for axis in ("tp", "dp", "pp")}
     assert strides == {"tp": 1, "dp": 4, "pp": 12}
 
 
 def test_a_place_is_told_without_axes_of_one() -> None:
-    sizes = {"pp": 2, "dp": 1, "cp": 1, "tp": 2}
-    assert [place_label(coordinates(r, sizes), sizes) for r in range(4)] == ["pp0 tp0", "pp0 tp1", "pp1 tp0", "pp1 tp1"]
-    assert place_label(dict.fromkeys(AXES, 0), dict.fromkeys(AXES, 1)) == "alone"
+    assert [Grid(pp=2, tp=2).label(rank) for rank in range(4)] == ["pp0 tp0", "pp0 tp1", "pp1 tp0", "pp1 tp1"]
+    assert Grid().label(0) == "alone"
+
+
+def test_products_and_blocks_of_axes() -> None:
+    """On 2 x 4 x 2 x 2 ranks (pp, dp, cp, tp): rank 5 is the place dp 1, tp 1."""
+    grid = Grid(pp=2, dp=4, cp=2, tp=2)
+    assert grid.ranks(5, "dp") == (1, 5, 9, 13)
+    assert grid.ranks(5, "cp") == (5, 7)
+    assert grid.ranks(5, "dp*cp") == (1, 3, 5, 7, 9, 11, 13, 15)
+    assert grid.ranks(5, "dp/2") == grid.ranks(5, "dp/2@gather") == (1, 5)
+    assert grid.ranks(5, "dp%2") == (5, 13)
+    assert grid.ranks(5, "dp*cp/4") == (1, 3, 5, 7)
+    assert grid.ranks(5, "dp*cp%4") == (5, 13)
+    assert grid.stage_ranks(5, (0, 1)) == (5, 21)
+    with pytest.raises(ValueError, match=r"axis 'dp/3': 4 ranks are no multiple of 3"):
+        grid.ranks(5, "dp/3")
+    with pytest.raises(ValueError, match=r"there is no axis 'xp'"):
+        grid.ranks(5, "xp")
+
+
+def test_every_rank_of_a_derived_axis_names_the_same_ranks() -> None:
+    for grid in GRIDS_ON_PAPER:
+        for name in ("tp", "dp*cp", "pp*tp", "dp*cp*tp"):
+            lines = {grid.ranks(rank, name) for rank in range(grid.world)}
+            assert sorted(rank for line in lines for rank in line) == list(range(grid.world))
+            assert all(grid.ranks(rank, name) == line for line in lines for rank in line)
+
+
+def test_a_topology_on_paper_is_that_of_a_run_without_groups() -> None:
+    grid = Grid(pp=4, dp=512, tp=8)
+    topology = Topology.drawn(grid, 12345)
+    topology.prepare(["dp/8", "dp%8", "dp/8@gather"], [(0, 3)])
+    assert topology.axis("tp").ranks == grid.ranks(12345, "tp")
+    assert topology.axis("dp%8").size == 64
+    assert (topology.axis("world").size, topology.axis("world").index) == (16384, 12345)
+    assert all(axis.group is None for axis in topology.shared_axes())
+    assert (topology.stages((0, 3)).ranks, topology.stages((0, 3)).index) == ((57, 12345), 1)
 
 
 # ---------------------------------------------------------------------------------------------------------- errors
@@ -48,12 +80,12 @@ def test_a_place_is_told_without_axes_of_one() -> None:
 def test_sizes_make_up_the_world_or_are_refused(world: int, pp: int, tp: int, cp: int, dp: int | None) -> None:
     fits = world == pp * tp * cp * dp if dp else world % (pp * tp * cp) == 0
     if fits:
-        sizes = grid_sizes(world, pp=pp, dp=dp, cp=cp, tp=tp)
-        assert world_of(sizes) == world
-        assert dp in (None, sizes["dp"])
+        grid = Grid.of(world, pp=pp, dp=dp, cp=cp, tp=tp)
+        assert grid.world == world
+        assert dp in (None, grid.dp)
     else:
         with pytest.raises(ValueError, match=f"world size {world} is not tp {tp} x pp {pp} x cp {cp}") as caught:
-            grid_sizes(world, pp=pp, dp=dp, cp=cp, tp=tp)
+            Grid.of(world, pp=pp, dp=dp, cp=cp, tp=tp)
         assert f"start {pp * tp * cp * (dp or 1)} ranks" in str(caught.value)
         assert dp is None or f"x dp {dp} = {pp * tp * cp * dp}" in str(caught.value)
 
@@ -74,11 +106,11 @@ def test_a_lone_process_has_every_axis_and_no_group() -> None:
 # ------------------------------------------------------------------------------------------------------------ axes
 
 
-def brute_force_line(rank: int, name: str, sizes: dict[str, int]) -> tuple[int, ...]:
+def brute_force_line(rank: int, name: str, grid: Grid) -> tuple[int, ...]:
     """All ranks whose place differs from mine in this coordinate at most, in order."""
-    mine = coordinates(rank, sizes)
+    mine = grid.coordinates(rank)
     others = [axis for axis in AXES if axis != name]
-    return tuple(r for r in range(world_of(sizes)) if all(coordinates(r, sizes)[axis] == mine[axis] for axis in others))
+    return tuple(r for r in range(grid.world) if all(grid.coordinates(r)[axis] == mine[axis] for axis in others))
 
 
 def members_met(group: dist.ProcessGroup | None, size: int, rank: int) -> tuple[int, ...]:
@@ -96,7 +128,7 @@ def check_axes(pp: int, dp: int, tp: int) -> None:
     assert (topology.pp, topology.dp, topology.tp) == (pp, dp, tp)
     for name in AXES:
         axis = topology.axis(name)
-        assert axis.ranks == brute_force_line(topology.rank, name, topology.sizes)
+        assert axis.ranks == brute_force_line(topology.rank, name, topology.grid)
         assert axis.ranks[axis.index] == topology.rank
         assert axis.index == topology.coordinates[name]
         assert axis.label == name

@@ -18,7 +18,7 @@ from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.models.dimensions import layer_flops
 from threed.monitor import metrics
-from threed.pipeline.build import partition
+from threed.planner.cut import partition
 
 GIB = 2**30
 FIRST = {"train": {"steps": 5, "global_batch": 4, "stop_after": 2, "eval_samples": 7}}

@@ -1,6 +1,6 @@
 """The buffers of the modules that a rank holds: their names, and the same values on all data ranks.
 
-    buffers = build(layers, ranges, topology)
+    buffers = build(layers, cut, topology)
     buffers.begin()                                        # on the device, and alike on all data ranks
     buffers.begin_step() · buffers.end_step() · buffers.agree()
 
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from threed import collectives
+from threed.planner.cut import Cut
 from threed.topology import Topology
 
 Roots = Sequence[tuple[str, nn.Module]]
@@ -281,7 +282,7 @@ def _replaced(value: Tensor, before: Seen) -> bool:
 
 
 def build(
-    layers: Sequence[nn.Module], ranges: Sequence[range], topology: Topology, recomputed: Collection[int] = (),
+    layers: Sequence[nn.Module], cut: Cut, topology: Topology, recomputed: Collection[int] = (),
     wrapped: nn.Module | None = None,
 ) -> Buffers:  # fmt: skip
     """The buffers of a wrapped module, else of a model's pipeline layers, of which some are `recomputed`, by number.
@@ -298,4 +299,5 @@ def build(
             " engine moves them"
         )
     again = {place.name for number in recomputed for place in find([roots[number]])}
-    return Buffers([[roots[number] for number in held] for held in ranges], topology, again)
+    held = [[n for chunk in cut.chunks(rank) for n in chunk] for rank in range(topology.pp)]
+    return Buffers([[roots[number] for number in numbers] for numbers in held], topology, again)

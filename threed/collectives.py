@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from threed.topology import Axis, Link
 
@@ -63,8 +64,25 @@ def split(size: int, parts: int, index: int) -> tuple[int, int]:
     return size * index // parts, size * (index + 1) // parts
 
 
+def shapes_only(tensor: Tensor) -> bool:
+    """Whether a tensor has no values: a layer is being traced, or a rank is planned on paper."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def same_start(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors begin at the same place in memory."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+
+
 def _gloo(axis: Axis) -> bool:
+    if axis.group is None:  # on paper
+        return not (torch.cuda.is_available() and dist.is_nccl_available())
     return dist.get_backend(axis.group) == "gloo"
+
+
+def _start(collective: Callable[..., dist.Work | None], out: Tensor, *args: Any, axis: Axis) -> dist.Work | None:
+    """Begins a collective; what has shapes only is not sent."""
+    return None if shapes_only(out) else collective(out, *args, group=axis.group, async_op=True)
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -84,17 +102,17 @@ def start_all_gather(shard: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
     axis.count(_nbytes(shard) * (axis.size - 1))
     if axis.size == 2 and _gloo(axis):
         return _swap(shard, out, axis)
-    return Pending(lambda: out, _all_gather_single(out, shard, group=axis.group, async_op=True))
+    return Pending(lambda: out, _start(_all_gather_single, out, shard, axis=axis))
 
 
 def _swap(shard: Tensor, out: Tensor, axis: Axis) -> Pending:
     """Two ranks give each other their shard: gloo's all-gather takes 3 to 5 times as long from 32 MiB on."""
     halves = out.view(2, -1)
-    if halves[axis.index].data_ptr() != shard.data_ptr():
+    if not same_start(halves[axis.index], shard):
         halves[axis.index].copy_(shard.view(-1))
     splits = [0, shard.numel()] if axis.index == 0 else [shard.numel(), 0]
     other = halves[1 - axis.index]
-    work = dist.all_to_all_single(other, shard.view(-1), splits, splits, group=axis.group, async_op=True)
+    work = _start(dist.all_to_all_single, other, shard.view(-1), splits, splits, axis=axis)
     return Pending(lambda: out, work)
 
 
@@ -119,7 +137,7 @@ def start_reduce_scatter(
     axis.count(_nbytes(moved) // axis.size * (axis.size - 1))
     if not _gloo(axis):
         out = moved.new_empty(full.shape[0] // axis.size, *full.shape[1:])
-        work = _reduce_scatter_single(out, moved, group=axis.group, async_op=True)
+        work = _start(_reduce_scatter_single, out, moved, axis=axis)
         return Pending(lambda: out.to(full.dtype) if into is None else _store(out, into, add), work)
     return _exchange_sum(moved, axis, full.dtype, into, add)
 
@@ -127,7 +145,7 @@ def start_reduce_scatter(
 def _store(value: Tensor, into: Tensor, add: bool) -> Tensor:
     if add:
         return into.add_(value)
-    return into if into.data_ptr() == value.data_ptr() else into.copy_(value)
+    return into if same_start(into, value) else into.copy_(value)
 
 
 def _exchange_sum(full: Tensor, axis: Axis, dtype: torch.dtype, into: Tensor | None, add: bool) -> Pending:
@@ -137,7 +155,7 @@ def _exchange_sum(full: Tensor, axis: Axis, dtype: torch.dtype, into: Tensor | N
     splits = [0 if r == axis.index else row for r in range(axis.size)]
     send = _without(parts, axis.index)
     got = full.new_empty((axis.size - 1) * row)
-    work = dist.all_to_all_single(got, send, splits, splits, group=axis.group, async_op=True)
+    work = _start(dist.all_to_all_single, got, send, splits, splits, axis=axis)
     # Narrow numbers are added in fp32 and rounded once; a sum of two is rounded once anyway.
     narrow = dtype in (torch.bfloat16, torch.float16) and (axis.size > 2 or add)
     wide = torch.float32 if narrow else dtype
@@ -183,7 +201,7 @@ def start_all_reduce(tensor: Tensor, axis: Axis, *, wire: torch.dtype | None = N
     moved = tensor.to(wire or dtype)
     if not _gloo(axis):
         axis.count(2 * _nbytes(moved) * (axis.size - 1) // axis.size)
-        return Pending(lambda: moved.to(dtype), dist.all_reduce(moved, group=axis.group, async_op=True))
+        return Pending(lambda: moved.to(dtype), _start(dist.all_reduce, moved, axis=axis))
     if axis.size == 2:  # two ranks simply swap: the same bytes as reduce-scatter and all-gather, in one step
         return _swap_sum(moved, axis, dtype)
     return _start_scattered_all_reduce(moved, axis, dtype)
@@ -193,7 +211,7 @@ def _swap_sum(tensor: Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
     other = torch.empty_like(tensor)
     splits = [0, tensor.numel()] if axis.index == 0 else [tensor.numel(), 0]
     axis.count(_nbytes(tensor))
-    work = dist.all_to_all_single(other.view(-1), tensor.view(-1), splits, splits, group=axis.group, async_op=True)
+    work = _start(dist.all_to_all_single, other.view(-1), tensor.view(-1), splits, splits, axis=axis)
     # a + b == b + a bit for bit: both ranks get the same
     return Pending(lambda: other.to(dtype).add_(tensor), work)
 
@@ -336,8 +354,8 @@ def exchange(value: Any, axis: Axis) -> list[Any]:
 
     JSON rather than torch's object collectives, which unpickle what the network sends.
     """
-    if axis.size == 1:
-        return [value]
+    if axis.group is None:  # this rank alone; or on paper, where every rank is as this one
+        return [value] * axis.size
     device = torch.device("cuda", torch.cuda.current_device()) if not _gloo(axis) else torch.device("cpu")
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = all_gather(torch.tensor([data.numel()], device=device), axis).tolist()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -24,17 +24,18 @@ from torch import Tensor, nn
 
 from threed import buffers, collectives
 from threed.batches import Batch, Batches
+from threed.blueprint import Blueprint
 from threed.checkpoint import fit, native
 from threed.checkpoint.extras import Extras
 from threed.checks import find_refusals
 from threed.config import Config, ConfigError, resolve
+from threed.footprint import trace
 from threed.layers import MicroBatch, Slicing
 from threed.metrics import Faults
 from threed.metrics import StepMetrics as StepMetrics
 from threed.models import Model, Wrapped
 from threed.models.check import check
-from threed.models.wrapped import find_problems
-from threed.pipeline import build, checkpoints
+from threed.pipeline import checkpoints
 from threed.pipeline.executor import Executor, Span
 from threed.pipeline.stage import Stage, Whole
 from threed.pipeline.transport import Links, Transport
@@ -43,7 +44,7 @@ from threed.schedules import Plan, forward_only, lower
 from threed.schedules import build as build_plan
 from threed.sharding import Box, Piece, initial
 from threed.topology import Axis, Topology
-from threed.zero import agreement, layout, records, setup, table
+from threed.zero import agreement, records, setup, table
 from threed.zero import learning_rate as learning_rates
 from threed.zero.by_hand import Changes
 from threed.zero.gather import BY_HAND, Gatherer
@@ -92,7 +93,13 @@ class Engine:
         self._begun = False
         agreement.check_configuration(config, topology.axis("world"))
         self.batches = Batches(self.model, topology, config)
-        mine = self._lay_out()
+        self.blueprint = blueprint = self._draw()
+        self.layout = blueprint.layout
+        layers, mine = blueprint.layers, [blueprint.layers[number] for number in blueprint.held]
+        self.flags = [f for layer in layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
+        self.faults = Faults([*(flag.what for flag in self.flags), "a loss that is no number (NaN)"], topology.device)
+        module = self.wrapped and self.wrapped.module
+        self.buffers = buffers.build(layers, blueprint.cut, topology, blueprint.again, module)
         self.gatherer = Gatherer(self.layout, self._gather_axis())
         wire = dtype(config.precision.reduce_dtype or config.precision.grad_dtype or "fp32")
         self.reducer = Reducer(self.layout, wire, dynamic=self.wrapped is not None)
@@ -109,12 +116,9 @@ class Engine:
         self.hooks = self._hook_up(mine)
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wrapped is not None)
-        stage = Stage(
-            mine, Whole() if self.wrapped else self.gatherer, config.zero.prefetch, recomputed=self._recomputed
-        )  # fmt: skip
         self.executor = Executor(
-            [stage], transport or Links(topology), self.stage_index, self.reducer.all_passes_ended, self._pass_ended,
-            device=topology.device, varying=getattr(self.model, "boundaries_vary", False),
+            self._stages(mine), transport or Links(topology), topology.axis("pp").index, self.reducer.all_passes_ended,
+            self._pass_ended, device=topology.device, varying=getattr(self.model, "boundaries_vary", False),
         )  # fmt: skip
 
     def _as_model(self, model: Model | nn.Module) -> Model:
@@ -136,39 +140,36 @@ class Engine:
             fix = own if self.wrapped is None else "modules are wrapped whole: leave it out"
             raise ConfigError([f"--zero.tile {wanted}: this model is cut into {tile}; {fix}"])
 
-    def _lay_out(self) -> list[nn.Module]:
-        """Cuts the model into stages, lays out this rank's parameters, and gives its layers."""
-        config, topology, layers = self.config, self.topology, self.model.layers()
+    def _draw(self) -> Blueprint:
+        """Cuts the model and lays out this rank's parameters, once all ranks agree about it."""
+        topology, layers = self.topology, self.model.layers()
         if self.wrapped is None:
             check(layers, self.model.slicing, topology.axis("tp"), topology.axis("world"))
-        modules = [module for layer in layers for module in layer.modules()]
-        self.flags = [flag for module in modules for flag in getattr(module, "data_flags", ())]
-        self.faults = Faults([*(flag.what for flag in self.flags), "a loss that is no number (NaN)"], topology.device)
-        setup.check_groups(config.optim, layers)
-        costs = self.model.costs(config.train.micro_batch)
-        if config.recompute.mode == "full":
-            costs = checkpoints.with_recompute(costs, checkpoints.choose(layers, config.recompute.every))
-        self.ranges = build.partition(config.parallel.partition, costs, topology.pp)
-        self.stage_index = topology.axis("pp").index
-        mine = [layers[index] for index in self.ranges[self.stage_index]]
-        held = self.ranges[self.stage_index]
-        own = layers if self.wrapped is None else ()  # a wrapped module recomputes by itself
-        self._recomputed = checkpoints.build(config, own, held, self.model.slicing, topology)
-        again = checkpoints.choose(layers, config.recompute.every) if config.recompute.mode == "full" else ()
-        module = self.wrapped and self.wrapped.module
-        self.buffers = buffers.build(layers, self.ranges, topology, again, module)
-        tied = build.tied_weights(layers, self.ranges)
-        axes = {name for name in setup.shard_axes(config, topology) if name}
-        topology.prepare(build.blocks(layers) | axes, [tie.stages for tie in tied.values()])
-        units = mine if self.wrapped is None else self.wrapped.units
-        if self.wrapped is not None and (p := find_problems(self.wrapped.module, topology.dp, config.zero.stage)):
-            raise ConfigError(p)
-        self.layout = layout.build(units, tied, topology, setup.policy(config, topology))
-        setup.size_buffers(self.layout, config, len(setup.rule(config.optim).parts))
-        trainable = collectives.exchange(bool(self.layout.buckets), topology.axis("world"))
+        blueprint = Blueprint.draw(self.model, layers, topology, self.config, self._costs)
+        trainable = collectives.exchange(bool(blueprint.layout.buckets), topology.axis("world"))
         if not any(trainable):
             raise ValueError("the model has no parameter to train: all have requires_grad off")
-        return mine
+        return blueprint
+
+    def _costs(self, layers: list[nn.Module]) -> Sequence[float]:
+        """What stages are balanced by: FLOPs of all tensor ranks, so that each of them cuts alike. Collective."""
+        own = getattr(self.model, "costs", None)
+        if own is not None:
+            return list(own(self.config.train.micro_batch))
+        mine = [3.0 * cost.flops for cost in trace(self.model, layers, self.config, self.topology)]
+        everyone = collectives.exchange(mine, self.topology.axis("tp"))
+        return [sum(costs) for costs in zip(*everyone, strict=True)]
+
+    def _stages(self, mine: list[nn.Module]) -> list[Stage]:
+        """This rank's chunks of the model; a wrapped module gathers its parameters, and recomputes, by itself."""
+        blueprint, first, stages = self.blueprint, 0, []
+        units = {} if self.wrapped else {unit: mine[unit] for unit in blueprint.recomputed_units}
+        recomputed = checkpoints.build(self.config, units, blueprint.live, self.model.slicing, self.topology)
+        for chunk in blueprint.chunks:
+            layers, gatherer = mine[first : first + len(chunk)], Whole() if self.wrapped else self.gatherer
+            stages.append(Stage(layers, gatherer, self.config.zero.prefetch, first, recomputed))
+            first += len(chunk)
+        return stages
 
     def _gather_axis(self) -> Axis:
         name = setup.shard_axes(self.config, self.topology)[2]

@@ -1,20 +1,20 @@
-"""Where every rank stands: ranks <-> (pp, dp, cp, tp), and the only maker of process groups.
+"""A grid with process groups, as one rank sees it: the only maker of process groups.
 
     topo = Topology(pp=2, tp=2)        # dp is what is left of the world
     topo.axis("tp")                    # an Axis: size, my index, the ranks, the group
     topo.link(0, 1)                    # the channel that carries activations from stage 0 to stage 1
+    Topology.drawn(grid, rank)         # the same of any rank of any grid, without groups: for planning
 
-Rank order is tp fastest, then cp, dp and pp, so that tensor-parallel neighbours share a node. A group of one rank is
-no group at all (`Axis.group is None`): collectives on it do nothing, on the same code path. Groups are made in one
-fixed order, and a pair of pipeline neighbours gets one communicator per direction, so that a send never waits behind a
-receive of the other direction (the deadlock of pp = 2, where the previous rank is also the next).
+A group of one rank is no group at all (`Axis.group is None`): collectives on it do nothing, on the same code path.
+Groups are made in one fixed order, and a pair of pipeline neighbours gets one communicator per direction, so that a
+send never waits behind a receive of the other direction (the deadlock of pp = 2, where the previous rank is also the
+next).
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,8 +23,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-AXES = ("pp", "dp", "cp", "tp")
-_DERIVED = re.compile(r"(pp|dp|cp|tp)(?:([/%])(\d+))?(?:@\w+)?")
+from threed.planner.grid import AXES, Grid, parse
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +46,9 @@ class Axis:
     def count(self, sent: int) -> None:
         """Adds `sent` bytes to this axis's counter."""
         self.traffic[self.label] += sent
+
+    def __deepcopy__(self, memo: object) -> Axis:
+        return self  # a copy of a layer talks to the same ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,20 +119,26 @@ class Topology:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         start(self.device)
-        self.world, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        self.sizes = grid_sizes(self.world, pp=pp, dp=dp, cp=cp, tp=tp)
-        self.coordinates = coordinates(self.rank, self.sizes)
+        world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        self._set_up(Grid.of(world, pp=pp, dp=dp, cp=cp, tp=tp), rank, groups=True)
+
+    @classmethod
+    def drawn(cls, grid: Grid, rank: int, device: torch.device | None = None) -> Topology:
+        """What a rank of a grid sees, without a process group: its axes have no groups, and nothing can be sent."""
+        topology = cls.__new__(cls)
+        topology.device = device or default_device()
+        topology._set_up(grid, rank, groups=False)
+        return topology
+
+    def _set_up(self, grid: Grid, rank: int, groups: bool) -> None:
+        self.grid, self.world, self.rank, self.on_paper = grid, grid.world, rank, not groups
+        self.sizes, self.coordinates = grid.sizes, grid.coordinates(rank)
         self.traffic: Counter[str] = Counter()
         self._ties: dict[tuple[int, ...], Axis] = {}
-        self._axes = {name: self._line(name, self._ranks_along(name)) for name in AXES}
-        self._axes["world"] = Axis(
-            "world",
-            tuple(range(self.world)),
-            self.rank,
-            dist.group.WORLD if self.world > 1 else None,
-            self.traffic,
-        )
-        self._links = self._make_links()
+        self._axes = {name: self._line(name, grid.ranks(rank, name)) for name in AXES}
+        everyone = dist.group.WORLD if groups and self.world > 1 else None
+        self._axes["world"] = Axis("world", tuple(range(self.world)), rank, everyone, self.traffic)
+        self._links = self._make_links() if groups else {}
 
     def prepare(self, blocks: Iterable[str] = (), ties: Iterable[tuple[int, ...]] = ()) -> None:
         """Makes the groups that a model asks for beyond the grid's lines. Collective over the world, same arguments.
@@ -141,15 +149,9 @@ class Topology:
         copies of one weight; the ranks of these stages in one column of the grid become an axis.
         """
         for name in sorted(set(blocks) - set(self._axes)):
-            base, kind, width = _DERIVED.fullmatch(name).groups()  # type: ignore[union-attr]
-            line = self._axes[base]
-            n = int(width) if width else line.size
-            first = line.index // n * n
-            ranks = line.ranks[line.index % n :: n] if kind == "%" else line.ranks[first : first + n]
-            self._axes[name] = self._line(base, ranks)
+            self._axes[name] = self._line(parse(name)[0][0], self.grid.ranks(self.rank, name))
         for stages in sorted(set(ties) - set(self._ties)):
-            line = self._axes["pp"]
-            self._ties[stages] = self._line("pp", tuple(line.ranks[s] for s in stages))
+            self._ties[stages] = self._line("pp", self.grid.stage_ranks(self.rank, stages))
 
     def axis(self, name: str) -> Axis:
         """The axis called pp, dp, cp, tp or world, or a block of one such as "tp/2" that was prepared."""
@@ -181,20 +183,18 @@ class Topology:
     def tp(self) -> int:
         return self.sizes["tp"]
 
-    def _ranks_along(self, name: str) -> tuple[int, ...]:
-        return tuple(rank_of({**self.coordinates, name: i}, self.sizes) for i in range(self.sizes[name]))
-
     def _line(self, label: str, ranks: tuple[int, ...]) -> Axis:
         """The axis of `ranks`. A rank that is not among them makes a group of its own meanwhile; it is of no use.
 
         Only the members meet, for at a thousand ranks the collective way costs thousands of store rounds. torch then
         names a group by its ranks and the number of groups this process has: so every rank has to make one each time.
         """
-        if len(ranks) == 1:
-            return Axis(label, ranks, 0, None, self.traffic)
         member = self.rank in ranks
+        index = ranks.index(self.rank) if member else -1
+        if len(ranks) == 1 or self.on_paper:
+            return Axis(label, ranks, index, None, self.traffic)
         group = dist.new_group(list(ranks) if member else [self.rank], use_local_synchronization=True)
-        return Axis(label, ranks, ranks.index(self.rank) if member else -1, group if member else None, self.traffic)
+        return Axis(label, ranks, index, group if member else None, self.traffic)
 
     def _make_links(self) -> dict[tuple[int, int], Link]:
         line, links = self._axes["pp"], {}
@@ -207,45 +207,3 @@ class Topology:
                 ends = (lower, lower + 1)[::direction]
                 links[ends[0], ends[1]] = Link(line.ranks[lower + (lower == line.index)], axis)
         return links
-
-
-def grid_sizes(world: int, *, pp: int, dp: int | None, cp: int, tp: int) -> dict[str, int]:
-    """The size of every axis, dp derived when None; ValueError naming each factor when they do not make `world`."""
-    rest = pp * cp * tp
-    if dp is None and world % rest == 0:
-        dp = world // rest
-    if dp is None or rest * dp != world:
-        need = f"tp {tp} x pp {pp} x cp {cp}" + (f" x dp {dp} = {rest * dp}" if dp else f" = {rest}, times dp")
-        raise ValueError(f"world size {world} is not {need}: start {rest * (dp or 1)} ranks, or change the sizes")
-    return {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
-
-
-def same_place(name: str | None, index: int, size: int) -> int:
-    """A number that those indices of an axis of `size` ranks have in common between which the derived axis `name`
-    ("tp", "tp/2", "tp%2") runs; without a name each has its own."""
-    if name is None:
-        return index
-    _, kind, width = _DERIVED.fullmatch(name).groups()  # type: ignore[union-attr]
-    n = int(width) if width else size
-    return index % n if kind == "%" else index // n
-
-
-def coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
-    """A rank's place on every axis, tp varying fastest."""
-    place = {}
-    for name in reversed(AXES):
-        rank, place[name] = divmod(rank, sizes[name])
-    return place
-
-
-def place_label(place: dict[str, int], sizes: dict[str, int]) -> str:
-    """A place as text, such as 'pp0 dp1 tp0'; axes of size 1 are left out."""
-    return " ".join(f"{axis}{place[axis]}" for axis in AXES if sizes[axis] > 1) or "alone"
-
-
-def rank_of(place: dict[str, int], sizes: dict[str, int]) -> int:
-    """The rank at a place: the inverse of `coordinates`."""
-    rank = 0
-    for name in AXES:
-        rank = rank * sizes[name] + place[name]
-    return rank

@@ -27,6 +27,9 @@ class Slicing:
     seed: int = 1234
     tile: int = 1
 
+    def __deepcopy__(self, memo: object) -> Slicing:
+        return self
+
     @property
     def scattered(self) -> bool:
         """Whether activations between blocks are [s/t b h] rather than [s b h]."""

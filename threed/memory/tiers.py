@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -196,6 +196,35 @@ class Drive:
             self.give(buffer)
             transfer.wait()
             wait = False
+
+
+class DriveOnPaper(Drive):
+    """A drive that holds nothing: what would be there can be counted, and every loan is one and the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(cast(Disk, self))
+        self._buffer: Tensor | None = None
+
+    def reserve(self, nbytes: int) -> int:
+        """A region at the beginning."""
+        return 0
+
+    def take(self) -> Tensor:
+        if self._buffer is None:
+            self._buffer = torch.empty(self.nbytes, dtype=torch.uint8)
+        return self._buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Nothing to take back."""
+
+    def give_after(self, transfer: Transfer, buffer: Tensor) -> None:
+        """Nothing to take back."""
+
+    def read(self, offset: int, into: Tensor) -> Transfer | None:
+        """No transfer."""
+        return None
+
+    write = read
 
 
 class OnDrive:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import nn
@@ -20,7 +19,10 @@ class Model(Protocol):
     """What an engine needs of a model: its pipeline layers, the width of what passes between them, and the slicing.
 
     A layer maps (x, micro) to x; the first gets None, the last returns the micro-batch's weighted loss, or logits when
-    the micro-batch has no labels.
+    the micro-batch has no labels. What stages are balanced by, the forward FLOPs of each layer, is found by running
+    the layers on the meta device. A model whose layers cannot be run there has a method `costs(micro_batch)`, which
+    gives each layer's cost in any unit; one that reads more of a batch than 'tokens' and 'labels' has a method
+    `example(micro_batch)`, which gives a batch of so many rows.
     """
 
     hidden: int
@@ -28,9 +30,6 @@ class Model(Protocol):
 
     def layers(self) -> list[nn.Module]:
         """The pipeline layers in order, on the meta device, each with a global `name`."""
-
-    def costs(self, micro_batch: int) -> Sequence[float]:
-        """What each layer costs, in any unit: what stages are balanced by."""
 
 
 def build(config: ModelConfig, slicing: Slicing) -> Model:

@@ -22,8 +22,9 @@ from torch import nn
 
 from threed import collectives
 from threed.layers.slicing import Slicing
+from threed.planner.grid import same_place
 from threed.sharding import ModelError, ShardSpec, intersect
-from threed.topology import Axis, same_place
+from threed.topology import Axis
 
 MOST = 8  # problems that one message lists
 Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a box

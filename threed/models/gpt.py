@@ -7,13 +7,11 @@ model.layers()    # embedding, blocks.0 ... blocks.l-1, head: each on the meta d
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from torch import nn
 
 from threed.config import ModelConfig
 from threed.layers import MLP, Attention, Block, Embedding, LanguageModelHead, LayerNorm, Slicing
-from threed.models.dimensions import layer_flops
 
 WORD = "embedding.word.weight"
 STD = 0.02
@@ -36,10 +34,6 @@ class GPT:
     def _embedding(self) -> nn.Module:
         c = self.config
         return Embedding("embedding", vocab_of(c), c.hidden, self.slicing, positions=c.seq, dropout=c.dropout, std=STD)
-
-    def costs(self, micro_batch: int) -> Sequence[float]:
-        """FLOPs of every pipeline layer for one micro-batch."""
-        return layer_flops(self.config, micro_batch)
 
     def _block(self, index: int) -> nn.Module:
         c, name, slicing = self.config, f"blocks.{index}", self.slicing

@@ -4,13 +4,11 @@ a norm over every query and key head, arXiv 2505.09388)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from torch import nn
 
 from threed.config import ModelConfig
 from threed.layers import Attention, Block, Embedding, GatedMLP, LanguageModelHead, RMSNorm, Slicing
-from threed.models.dimensions import layer_flops
 from threed.models.gpt import STD, WORD, vocab_of
 
 
@@ -26,10 +24,6 @@ class Llama:
         c = self.config
         embedding = Embedding("embedding", vocab_of(c), c.hidden, self.slicing, dropout=c.dropout, std=STD)
         return [embedding, *(self._block(i) for i in range(c.layers)), self._head()]
-
-    def costs(self, micro_batch: int) -> Sequence[float]:
-        """FLOPs of every pipeline layer for one micro-batch."""
-        return layer_flops(self.config, micro_batch)
 
     def _block(self, index: int) -> nn.Module:
         c, name, slicing = self.config, f"blocks.{index}", self.slicing

@@ -97,10 +97,6 @@ class Wrapped(nn.Module):
         """The module, as one layer."""
         return [self]
 
-    def costs(self, micro_batch: int) -> Sequence[float]:
-        """One layer: nothing to balance."""
-        return [1.0]
-
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
         """The micro-batch's weighted loss."""
         inputs, weight, items = micro.inputs or {}, micro.weight, self.count if isinstance(self.count, Items) else None

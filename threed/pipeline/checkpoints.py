@@ -1,6 +1,6 @@
 """Which layers are computed again in the backward, and where their inputs are kept until then.
 
-    recomputed = build(config, layers, held, slicing, topology)     # what a Stage is told
+    recomputed = build(config, units, live, slicing, topology)      # what a Stage is told
     kept = recomputed.keeper.keep(x)                                # after a layer's forward
     keeper.fetch(kept) · keeper.bring(kept)                         # a few layers ahead of its backward
     x = keeper.take(kept)       ...     keeper.drop(kept)
@@ -14,7 +14,7 @@ tensor ranks run the same layers in the same order, so their gathers meet.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from threed import collectives, schedules
+from threed import collectives
 from threed.collectives import Pending
 from threed.config import Config, ConfigError
 from threed.layers.recompute import Selective
@@ -240,24 +240,40 @@ def with_recompute(costs: Sequence[float], again: Sequence[int]) -> Sequence[flo
 
 
 def build(
-    config: Config, layers: Sequence[nn.Module], held: range, slicing: Slicing, topology: Topology
-) -> Recomputed:  # fmt: skip
-    """What the stage with the layers `held` of the model does; its units are numbered from 0."""
+    config: Config, units: Mapping[int, nn.Module], live: int, slicing: Slicing, topology: Topology
+) -> Recomputed:
+    """What a rank's stages compute again.
+
+    units: by number those that are computed again, as a whole or in part. live: micro-batches whose inputs are kept at
+    the worst moment.
+    """
     r = config.recompute
-    units = frozenset(n - held.start for n in choose(layers, r.every) if n in held)
     if r.mode == "none" or not units:
         return Recomputed()
     if r.mode == "selective":
         selective = Selective(r.ops)
-        for unit in units:
-            selective.install(layers[held.start + unit])
-        return Recomputed(units, selective=selective)
-    sliced = r.partition and slicing.tp.size > 1 and not slicing.scattered
-    homes = _homes(config, topology, len(units))
-    return Recomputed(units, Keeper(slicing.tp if sliced else None, homes, topology.device, r.offload != "none"))
+        for layer in units.values():
+            selective.install(layer)
+        return Recomputed(frozenset(units), selective=selective)
+    homes, sliced = _homes(config, topology, len(units) * live), _sliced_over(config, slicing)
+    return Recomputed(frozenset(units), Keeper(sliced, homes, topology.device, r.offload != "none"))
 
 
-def _homes(config: Config, topology: Topology, units: int) -> Homes | None:
+def on_paper(config: Config, numbers: Sequence[int], slicing: Slicing) -> Recomputed:
+    """The same for layers that are only traced: inputs are kept nowhere else."""
+    r = config.recompute
+    if r.mode == "none" or not numbers:
+        return Recomputed()
+    if r.mode == "selective":
+        return Recomputed(frozenset(numbers), selective=Selective(r.ops))
+    return Recomputed(frozenset(numbers), Keeper(_sliced_over(config, slicing), None, torch.device("meta")))
+
+
+def _sliced_over(config: Config, slicing: Slicing) -> Axis | None:
+    return slicing.tp if config.recompute.partition and slicing.tp.size > 1 and not slicing.scattered else None
+
+
+def _homes(config: Config, topology: Topology, inputs: int) -> Homes | None:
     """Where inputs are kept; None where they stay what they are. Host memory beside a CPU is where they are already."""
     r, on_gpu = config.recompute, topology.device.type == "cuda"
     if r.offload == "nvme":
@@ -266,16 +282,7 @@ def _homes(config: Config, topology: Topology, units: int) -> Homes | None:
     if not (r.arena or pinned):
         return None
     device = torch.device("cpu") if pinned else topology.device
-    return InArena(Arena(units * _live(config, topology), device, pinned=pinned))
-
-
-def _live(config: Config, topology: Topology) -> int:
-    """Micro-batches whose activations this stage holds at the worst moment."""
-    p, train = config.parallel, config.train
-    microbatches = max(1, train.global_batch // (train.micro_batch * topology.dp))
-    plan = schedules.build(p.schedule, p.pp, microbatches)
-    peaks = schedules.simulate(plan, schedules.Costs(1, 1, 1)).peak_activations
-    return -int(-peaks[topology.axis("pp").index] // 1)
+    return InArena(Arena(inputs, device, pinned=pinned))
 
 
 def enable(module: nn.Module, config: Config) -> None:

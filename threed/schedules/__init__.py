@@ -22,7 +22,7 @@ from threed.schedules.lower import lower
 from threed.schedules.one_f_one_b import one_f_one_b
 from threed.schedules.play import legal
 from threed.schedules.rendezvous import check_rendezvous
-from threed.schedules.simulate import Costs, Timeline, simulate, span_and_bubble
+from threed.schedules.simulate import Costs, Timeline, peak_activations, simulate, span_and_bubble
 
 __all__ = [
     "NOT_YET",
@@ -40,6 +40,7 @@ __all__ = [
     "legal",
     "lower",
     "one_f_one_b",
+    "peak_activations",
     "register",
     "simulate",
     "span_and_bubble",

@@ -8,11 +8,11 @@ times. `span_and_bubble` does the same for measured times.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from threed.schedules.action import COMPUTE, Action, Kind, Plan
+from threed.schedules.action import COMPUTE, Kind, Plan
 from threed.schedules.play import Span, Spans, play
 
 Cost = float | tuple[float, ...]
@@ -89,7 +89,7 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
         makespan=max(actions[-1][2] for actions in spans),
         span=span,
         bubble=bubble,
-        peak_activations=tuple(_peak(plan, [action for action, _, _ in actions]) for actions in spans),
+        peak_activations=tuple(peak_activations(plan, rank) for rank in range(plan.stages)),
         messages=tuple(_messages(plan, rank) for rank in range(plan.stages)),
         spans=spans,
     )
@@ -110,11 +110,14 @@ def span_and_bubble(spans: Sequence[Sequence[Span]]) -> tuple[float, float]:
     return span, (span - sum(end - start for start, end in busy)) / span if span > 0 else 0.0
 
 
-def _peak(plan: Plan, actions: Iterable[Action]) -> float:
-    """One rank's actions never overlap, so what is alive follows from their order alone."""
+def peak_activations(plan: Plan, rank: int) -> float:
+    """The most micro-batches, over all chunks of the rank, whose activations it holds at once.
+
+    One rank's actions never overlap, so what is alive follows from their order alone.
+    """
     releasing = (Kind.F,) if plan.forward_only else (Kind.B, Kind.W)
     alive = peak = 0
-    for action in actions:
+    for action in plan.ranks[rank]:
         alive += action.kind is Kind.F
         peak = max(peak, alive)
         alive -= action.kind in releasing

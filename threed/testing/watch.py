@@ -33,14 +33,14 @@ class Watch:
 
     def __init__(self, engine: Engine, truth: Mapping[Key, Tensor]) -> None:
         self.truth = truth
-        self.names = [label(layer, number) for number, layer in enumerate(engine.model.layers())]
+        self.names = [label(layer, number) for number, layer in enumerate(engine.blueprint.layers)]
         self.seen: dict[Key, Tensor] = {}
         self.tensor = engine.topology.axis("tp")
         self.at = ""  # the layer that runs
         self._recording = True
         self._serial = itertools.count(1)
-        for number, layer in zip(engine.ranges[engine.stage_index], engine.executor.stages[0].layers, strict=True):
-            self._follow(number, layer)
+        for number in engine.blueprint.held:
+            self._follow(number, engine.blueprint.layers[number])
 
     def stop(self) -> None:
         """Keeps no more values."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from threed.memory.tiers import Drive, Home, InMemory, Tier, memory_tier
+from threed.planner.cut import Tie
 from threed.sharding import Piece, ShardSpec, attach, spec_of
 from threed.topology import Axis, Topology
 
@@ -79,16 +80,6 @@ class Policy:
         spread = self.shard.size > 1 or self.params_tier is not None
         whole = param.numel() * spec_of(param).tile[1]  # tiles go as what they are tiles of
         return self.stage == 3 and spread and whole >= max(self.resident, 1)
-
-
-@dataclass(frozen=True)
-class Tie:
-    """A parameter that several pipeline stages hold: its number among those of the model, the stages, and all layers
-    of the model that use it. The same on every rank."""
-
-    number: int
-    stages: tuple[int, ...]
-    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ class Reducer:
         """Waits for the slice that has been on its way home longest."""
         t, copy = self._arriving.popleft()
         total, own = copy.wait(), t.loan.wait()
-        if total.data_ptr() != own.data_ptr():
+        if not collectives.same_start(total, own):
             own.add_(total) if t.add else own.copy_(total)
         self._put_back(t.bucket, t.loan, t.complete)
         self.memory.left(t.window)

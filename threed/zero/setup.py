@@ -10,7 +10,7 @@ import torch
 
 from threed.config import Config, ConfigError, OptimConfig, PrecisionConfig
 from threed.memory.io import Disk
-from threed.memory.tiers import Drive, Tier, memory_tier
+from threed.memory.tiers import Drive, DriveOnPaper, Tier, memory_tier
 from threed.ops.adam import Adam
 from threed.ops.lion import Lion
 from threed.ops.sgd import SGD
@@ -39,7 +39,7 @@ def policy(config: Config, topology: Topology) -> Policy:
     """How parameters are laid out."""
     alone = Axis("dp", (topology.rank,), 0, None, topology.traffic)
     shard, replicas, _ = (topology.axis(name) if name else alone for name in shard_axes(config, topology))
-    params, optimizer = _tiers(config)
+    params, optimizer = _tiers(config, topology.on_paper)
     return Policy(
         stage=config.zero.stage, shard=shard, replicas=replicas, bucket_bytes=int(config.zero.bucket_mib * 2**20),
         param_dtype=dtype(config.precision.dtype), grad_dtype=dtype(config.precision.grad_dtype or "fp32"),
@@ -48,12 +48,12 @@ def policy(config: Config, topology: Topology) -> Policy:
     )  # fmt: skip
 
 
-def _tiers(config: Config) -> tuple[Tier | None, Tier | None]:
+def _tiers(config: Config, on_paper: bool) -> tuple[Tier | None, Tier | None]:
     """Where parameters and the optimizer's state live, when not on the device."""
     zero = config.zero
     places: dict[str, Tier | None] = {"none": None, "cpu": memory_tier(torch.device("cpu"))}
     if "nvme" in (zero.offload_params, zero.offload_optimizer):
-        places["nvme"] = Drive(Disk(str(zero.nvme_path), "zero"))
+        places["nvme"] = DriveOnPaper() if on_paper else Drive(Disk(str(zero.nvme_path), "zero"))
     return places[zero.offload_params], places[zero.offload_optimizer]
 
 

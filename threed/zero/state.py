@@ -15,10 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from threed.memory.tiers import Drive, Home, Loan, OnDrive, memory_tier
+from threed.memory.tiers import Drive, Home, InMemory, Loan, OnDrive, memory_tier
 from threed.planner.memory import UPDATES_AHEAD
-from threed.zero.layout import Bucket, Policy
+from threed.zero.layout import Bucket, Layout, Policy
 
 WEIGHT = "weight"
 GRADIENT, PARAMETER = "gradient", "parameter"  # what an update has on loan beside a bucket's state
@@ -137,3 +138,43 @@ def update_order(states: Sequence[State], middle: bool) -> list[int]:
     small = [number for number in turn if 2 * shares[number] < max(shares)]
     large = [number for number in turn if number not in small]
     return large[: len(large) // 2] + small + large[len(large) // 2 :]
+
+
+def _places(layout: Layout, states: Sequence[State]) -> Iterator[tuple[str, Tensor | OnDrive]]:
+    """Where parameters, gradients and the optimizer's states are, each by what it is."""
+    for group in layout.groups:
+        yield "parameters", group.params
+        yield "gradients", group.grads
+    homes = [("parameters", bucket.home) for group in layout.groups for bucket in group.buckets]
+    homes += [("gradients", bucket.grad) for group in layout.groups for bucket in group.buckets]
+    homes += [("optimizer", home) for state in states for home in state.homes.values()]
+    for what, home in homes:
+        if isinstance(home, InMemory):
+            yield what, home.tensor
+        elif isinstance(home, OnDrive):
+            yield what, home
+
+
+def storages(layout: Layout, states: Sequence[State]) -> list[Tensor]:
+    """A tensor of every storage that parameters, gradients and optimizer states have in memory."""
+    return [place for _, place in _places(layout, states) if isinstance(place, Tensor)]
+
+
+def holdings(layout: Layout, states: Sequence[State]) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer states on the device, and of those of them that are elsewhere
+    (`offloaded`): every storage, and every region of a drive, once."""
+    seen: set[int] = set()
+    held = {"parameters": 0, "gradients": 0, "optimizer": 0, "offloaded": 0}
+    device = next((group.params.device for group in layout.groups), None)
+    for what, place in _places(layout, states):
+        drive = isinstance(place, OnDrive)
+        key, nbytes = (id(place), place.nbytes) if isinstance(place, OnDrive) else _storage(place)
+        if key not in seen:
+            held["offloaded" if drive or place.device != device else what] += nbytes
+        seen.add(key)
+    return held
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage.nbytes()

@@ -1,0 +1,61 @@
+"""The most bytes of live storages in a step, measured on real ranks, beside what the forecast says."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+from tests.live import Live
+from threed import models
+from threed.config import Config, resolve
+from threed.engine import Engine
+from threed.forecast import Forecast
+from threed.layers import Slicing
+from threed.topology import Topology
+
+
+class Peak(Live):
+    """The most bytes that were alive after an operation."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.most = max(self.most, self.bytes_now())
+        return out
+
+
+def config_of(world: int, **groups: dict[str, Any]) -> Config:
+    """A small model's configuration, with these keys in place of the defaults."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"layers": 8, "hidden": 256, "heads": 8, "seq": 128, "vocab": 1000},
+        "train": {"micro_batch": 2, "steps": 10},
+        "zero": {"bucket_mib": 1.0},
+    }
+    for name, values in groups.items():
+        base[name] = {**base.get(name, {}), **values}
+    return resolve(Config.model_validate(base), 1000, world)
+
+
+def measure(config: Config) -> tuple[int, dict[str, int]]:
+    """This rank's peak in its third step, and its forecast."""
+    p = config.parallel
+    with Peak() as peak:
+        topology = Topology(pp=p.pp, tp=p.tp)
+        slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile)
+        engine = Engine(models.build(config.model, slicing), topology, config)
+        rows = config.train.global_batch // topology.dp
+        for _ in range(3):
+            gc.collect()
+            peak.most = 0
+            tokens = torch.randint(0, 1000, (rows, config.model.seq))
+            engine.step({"tokens": tokens, "labels": tokens.clone()})
+            engine.optimizer.settle()
+    return peak.most, Forecast.of(config, topology.world).ranks[topology.rank].bytes
+
+
+def measure_all(configs: list[Config]) -> list[tuple[int, dict[str, int]]]:
+    """The same of several."""
+    return [measure(config) for config in configs]

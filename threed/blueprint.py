@@ -1,0 +1,117 @@
+"""A model cut and laid out for one rank: the same objects for a run, and for its forecast on paper.
+
+    blueprint = Blueprint.draw(model, topology, config, costs)
+
+On a topology with process groups this is what an engine trains. On `Topology.drawn`, under torch's fake tensors, it
+is what any rank of any grid would hold, and no byte of it is in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from threed import schedules
+from threed.config import Config, ConfigError
+from threed.models import Model, Wrapped
+from threed.models.wrapped import find_problems
+from threed.pipeline import checkpoints
+from threed.planner.cut import Cut, partition
+from threed.schedules import Plan
+from threed.sharding import spec_of
+from threed.topology import Topology
+from threed.zero import layout, setup
+from threed.zero.layout import HasModules, Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """plan: a step's compute actions, of every pipeline rank. layers: all of the model's, of which `held` are this
+    rank's by number, chunk by chunk. recomputed: the numbers of layers of which something is computed again."""
+
+    model: Model
+    topology: Topology
+    config: Config
+    layers: list[nn.Module]
+    recomputed: list[int]
+    plan: Plan
+    cut: Cut
+    layout: Layout
+
+    @classmethod
+    def draw(
+        cls, model: Model, layers: list[nn.Module], topology: Topology, config: Config,
+        costs: Callable[[list[nn.Module]], Sequence[float]],
+    ) -> Blueprint:  # fmt: skip
+        """Cuts the model and lays out this rank's parameters. Collective where the topology has groups.
+
+        layers: the model's. costs: gives theirs, where stages are balanced by them. Raises ConfigError, or ValueError,
+        for what cannot be cut or laid out.
+        """
+        wrapped = model if isinstance(model, Wrapped) else None
+        setup.check_groups(config.optim, layers)
+        p, r = config.parallel, config.recompute
+        recomputed = [] if r.mode == "none" else checkpoints.choose(layers, r.every)
+        plan = step_plan(config, topology.dp)
+        needed = p.partition == "balanced" and plan.total_stages > 1
+        weights = (
+            checkpoints.with_recompute(costs(layers), recomputed if r.mode == "full" else ())
+            if needed
+            else [1.0] * len(layers)
+        )
+        cut = Cut.of(partition(p.partition, weights, plan.total_stages), plan)
+        ties = cut.ties([names(layer) for layer in layers])
+        axes = {name for name in setup.shard_axes(config, topology) if name}
+        topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()])
+        units: Sequence[HasModules] = [layers[n] for held in cut.chunks(topology.axis("pp").index) for n in held]
+        if wrapped and (problems := find_problems(wrapped.module, topology.dp, config.zero.stage)):
+            raise ConfigError(problems)
+        laid_out = layout.build(wrapped.units if wrapped else units, ties, topology, setup.policy(config, topology))
+        setup.size_buffers(laid_out, config, len(setup.rule(config.optim).parts))
+        return cls(model, topology, config, layers, recomputed, plan, cut, laid_out)
+
+    @property
+    def chunks(self) -> tuple[range, ...]:
+        """The layers of this rank, by their numbers in the model, chunk by chunk."""
+        return self.cut.chunks(self.topology.axis("pp").index)
+
+    @property
+    def held(self) -> list[int]:
+        """The numbers of all layers of this rank; a layer's place in this list is its unit's number."""
+        return [number for chunk in self.chunks for number in chunk]
+
+    @property
+    def again(self) -> list[int]:
+        """The numbers of the layers that are computed again as a whole."""
+        return self.recomputed if self.config.recompute.mode == "full" else []
+
+    @property
+    def recomputed_units(self) -> list[int]:
+        """This rank's units of which something is computed again."""
+        return [unit for unit, number in enumerate(self.held) if number in self.recomputed]
+
+    @property
+    def live(self) -> int:
+        """Micro-batches whose activations this rank holds at the worst moment."""
+        return math.ceil(schedules.peak_activations(self.plan, self.topology.axis("pp").index))
+
+
+def step_plan(config: Config, data_ranks: int) -> Plan:
+    """The compute actions of a step."""
+    p, train = config.parallel, config.train
+    microbatches = max(1, train.global_batch // (train.micro_batch * data_ranks))
+    return schedules.build(p.schedule, p.pp, microbatches, p.chunks or 1)
+
+
+def names(layer: nn.Module) -> list[str]:
+    """The global names of a layer's parameters."""
+    return [spec_of(param).name for param in layer.parameters()]
+
+
+def blocks(layers: Sequence[nn.Module]) -> set[str]:
+    """The axes that some parameter of the model is replicated or partial over."""
+    specs = [spec_of(param) for layer in layers for param in layer.parameters()]
+    return {axis for spec in specs for axis in (spec.replicated, spec.partial) if axis is not None}

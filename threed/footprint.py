@@ -1,0 +1,246 @@
+"""What a rank holds and sends in a step, read off its blueprint and the costs of its layers.
+
+    costs = trace(blueprint.model, blueprint.layers, config, topology, blueprint.recomputed)
+    footprint(blueprint, costs)             bytes by purpose, and bytes sent over each axis
+
+To be used under torch's fake tensors. Parameters, gradients and optimizer states are the storages that an engine makes;
+reductions and gathers are those of ZeRO's own reducer and gatherer, run on gradients that are shapes only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from threed import collectives
+from threed.blueprint import Blueprint
+from threed.config import Config
+from threed.layers import MicroBatch
+from threed.models import Model
+from threed.pipeline import checkpoints
+from threed.pipeline.trace import META, LayerCost, Tracer, Watch
+from threed.planner.gathering import gathering
+from threed.planner.grid import AXES
+from threed.precision import dtype
+from threed.schedules import Action, Kind
+from threed.schedules.action import COMPUTE
+from threed.topology import Topology
+from threed.zero import setup
+from threed.zero.layout import Group, Layout
+from threed.zero.reducer import Reducer
+from threed.zero.state import State, holdings, new_state, storages
+
+MESSAGES = 2  # to other stages, on their way at once
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """bytes: parameters, gradients, optimizer, activations, buffers, their sum as `peak`; what is kept elsewhere than
+    on the device is `offloaded`, if there is any. sends: bytes over tp, pp, dp and cp in a step."""
+
+    bytes: dict[str, int]
+    sends: dict[str, int]
+
+
+def trace(
+    model: Model, layers: list[nn.Module], config: Config, topology: Topology, recomputed: Sequence[int] = ()
+) -> list[LayerCost]:
+    """The cost of every layer to this rank, `recomputed` those that compute something again.
+
+    A model whose layers need more than 'tokens' and 'labels' says by `example(micro_batch)` what else: a batch of so
+    many rows. Raises TraceError naming a layer that cannot be run on the meta device.
+    """
+    wide, grads = dtype(config.precision.dtype), dtype(config.precision.grad_dtype or "fp32")
+    tracer = Tracer(_example(model, config), wide, grads, topology.traffic)
+    costs = tracer.trace(layers, checkpoints.on_paper(config, recomputed, model.slicing))
+    if config.recompute.mode == "full":
+        for number in recomputed:
+            costs[number] = _moved(costs[number], config, topology.device.type)
+    return costs
+
+
+def _moved(cost: LayerCost, config: Config, device: str) -> LayerCost:
+    """The cost of a layer whose input is kept as a copy: in an arena, or elsewhere than on the device."""
+    r = config.recompute
+    copied = cost.input if cost.keeps_input else cost.kept  # of slices that is all that the layer keeps
+    if r.offload == "nvme" or (r.offload == "cpu" and device != "cpu"):
+        passing = cost.backward + checkpoints.BUFFERS * copied
+        return replace(cost, kept=0, keeps_input=False, elsewhere=copied, backward=passing)
+    return replace(cost, kept=copied, keeps_input=False) if r.arena else cost
+
+
+def _example(model: Model, config: Config) -> MicroBatch:
+    """A micro-batch on the meta device."""
+    rows, wide = config.train.micro_batch, dtype(config.precision.dtype)
+    ids = torch.empty(rows, config.model.seq, dtype=torch.int64, device=META)
+    batch = {"tokens": ids, "labels": ids.clone(), "samples": ids.new_empty(rows)}
+    if (own := getattr(model, "example", None)) is not None:
+        batch = {"samples": batch["samples"]} | {
+            name: value.to(META, wide if value.is_floating_point() else value.dtype)
+            for name, value in own(rows).items()
+        }
+    tokens, labels, samples = (batch.pop(name, None) for name in ("tokens", "labels", "samples"))
+    weight = torch.empty((), dtype=torch.float64, device=META)
+    return MicroBatch(tokens, labels, samples, weight, inputs=batch or None)
+
+
+def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
+    """What this rank holds and sends. costs: of all layers of the model."""
+    config, layout, traffic = blueprint.config, blueprint.layout, blueprint.topology.traffic
+    rule, delayed, before = setup.rule(config.optim), config.zero.delayed_update, Counter(traffic)
+    states = [new_state(bucket, rule.parts, layout.policy, delayed) for bucket in layout.buckets]
+    held = holdings(layout, states)
+    if delayed:
+        held["optimizer"] += sum(bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets)
+    gathered = _gather(blueprint)
+    chunks = [[costs[number] for number in chunk] for chunk in blueprint.chunks]
+    kept, most = _activations(blueprint, chunks, _Reductions(blueprint, states))
+    held["activations"] = kept
+    held["buffers"] = most - kept + gathered + _standing(blueprint, chunks)
+    sends = {axis: traffic[axis] - before[axis] for axis in AXES}
+    _passes_send(blueprint, chunks, sends)
+    elsewhere = held.pop("offloaded") + _kept_elsewhere(blueprint, chunks)
+    held["peak"] = sum(held.values())
+    return Footprint({**held, **({"offloaded": elsewhere} if elsewhere else {})}, sends)
+
+
+def _standing(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
+    """What is there all the time: the batch, cached tables, buffers of drives, and messages between stages."""
+    train, seq, edges = blueprint.config.train, blueprint.config.model.seq, [0]
+    for chunk, held in zip(chunks, blueprint.chunks, strict=True):
+        edges += [chunk[0].input, chunk[-1].output if held.stop < len(blueprint.layers) else 0]
+    batch = train.global_batch // blueprint.topology.dp * (2 * seq + 1) * 8
+    drives = sum(drive.nbytes * drive.count for drive in blueprint.layout.policy.drives)
+    return batch + max(cost.cached for chunk in chunks for cost in chunk) + drives + MESSAGES * max(edges)
+
+
+def _activations(
+    blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]], reductions: _Reductions
+) -> tuple[int, int]:
+    """The most bytes that micro-batches keep at once, and the most with what a pass needs beside them."""
+    passes = [Pass(chunk) for chunk in chunks]
+    actions = [a for a in blueprint.plan.ranks[blueprint.topology.axis("pp").index] if a.kind in COMPUTE]
+    last = {action.chunk: number for number, action in enumerate(actions) if action.kind in (Kind.B, Kind.W)}
+    now = kept = most = 0
+    units = list(itertools.accumulate((len(chunk) for chunk in chunks), initial=0))
+    for number, action in enumerate(actions):
+        one = passes[action.chunk]
+        if action.kind is Kind.F:
+            most, now = max(most, now + one.forward + reductions.standing), now + one.kept
+            kept = max(kept, now)
+            continue
+        now -= one.kept if action.kind in (Kind.B, Kind.I) else 0
+        leaving = reductions.always or number == last[action.chunk]
+        for unit, nbytes in enumerate(one.backward, units[action.chunk]):
+            most = max(most, now + nbytes + (reductions.during[unit] if leaving else 0))
+        now += one.kept if action.kind is Kind.I else 0
+        reductions.standing = reductions.left if reductions.always else 0
+    return kept, max(most, reductions.end)
+
+
+def _kept_elsewhere(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
+    """The most bytes of inputs that layers which are recomputed keep on a drive, or in the memory of the host."""
+    return blueprint.live * sum(cost.elsewhere for chunk in chunks for cost in chunk)
+
+
+def _gather(blueprint: Blueprint) -> int:
+    """Counts what is gathered in a step as sent; the most bytes of sliced parameters that are whole at once."""
+    layout, most, first = blueprint.layout, 0, 0
+    width, actions = layout.policy.param_dtype.itemsize, blueprint.plan.ranks[blueprint.topology.axis("pp").index]
+    times = Counter({group: 1 for group in layout.groups if group.kind.trainable and not group.sliced})
+    for number, chunk in enumerate(blueprint.chunks):
+        units = [_gathered_by(layout, unit) for unit in range(first, first + len(chunk))]
+        reads = [getattr(blueprint.layers[n], "backward_reads_weights", True) or n in blueprint.again for n in chunk]
+        found = gathering(units, reads, actions, prefetch=blueprint.config.zero.prefetch, chunk=number)
+        times.update(found.times)
+        most, first = max(most, found.most), first + len(chunk)
+    for group, count in times.items():
+        for bucket in group.buckets:
+            part = torch.empty(bucket.share, dtype=layout.policy.param_dtype, device=META)
+            before = blueprint.topology.traffic["dp"]
+            collectives.start_all_gather(part, group.shard)
+            blueprint.topology.traffic["dp"] += (blueprint.topology.traffic["dp"] - before) * (count - 1)
+    tiles = sorted((group.numel for group in layout.groups if group.kind.tile), reverse=True)[:2]
+    return (most + sum(tiles)) * width
+
+
+def _gathered_by(layout: Layout, unit: int) -> dict[Group, int]:
+    """What a unit gathers before it runs, and how many elements that is."""
+    groups = [group for group in layout.groups if group.kind.tile is None and unit in (group.kind.units or ())]
+    return {group: group.numel for group in groups}
+
+
+def _passes_send(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]], sends: dict[str, int]) -> None:
+    """Adds what layers send, and what goes to other stages, for every micro-batch."""
+    microbatches, rank = blueprint.plan.microbatches, blueprint.topology.axis("pp").index
+    for number, chunk in enumerate(chunks):
+        for cost in chunk:
+            for axis, nbytes in cost.sent.items():
+                sends[axis] += microbatches * nbytes
+        for kind, nbytes in ((Kind.F, chunk[-1].output), (Kind.B, chunk[0].input)):
+            to = blueprint.plan.consumer(rank, Action(kind, 0, number))
+            sends["pp"] += microbatches * nbytes if to is not None and to[0] != rank else 0
+
+
+class Pass:
+    """A chunk's activations: bytes kept for its backward, the most in a forward, and in the backward of each layer."""
+
+    def __init__(self, layers: Sequence[LayerCost]) -> None:
+        self.kept = self.forward = 0
+        self.backward: list[int] = []
+        kept_before = False  # whether the layer before keeps what it handed on
+        for cost in layers:
+            own = 0 if cost.keeps_input or not kept_before else cost.input
+            self.forward = max(self.forward, self.kept + cost.forward)
+            self.backward.append(self.kept + cost.backward + own)
+            self.kept += cost.kept + cost.input * (cost.keeps_input or kept_before)
+            kept_before = cost.keeps_output
+        self.kept += layers[-1].output * kept_before
+
+
+class _Reductions:
+    """ZeRO's reducer, run with gradients that are shapes only: bytes that it needs beside the layout's storages.
+
+    during: while and after each unit's backward. end: at the end of a step. always: in every backward, not only in the
+    last one; then `left` stay in between.
+    """
+
+    def __init__(self, blueprint: Blueprint, states: Sequence[State]) -> None:
+        layout, config = blueprint.layout, blueprint.config
+        wire = dtype(config.precision.reduce_dtype or config.precision.grad_dtype or "fp32")
+        reducer = Reducer(layout, wire)
+        self.always, self.standing = reducer.rounds, 0
+        rounds = min(blueprint.plan.microbatches, 2) if reducer.rounds else 1
+        traffic = blueprint.topology.traffic
+        with Watch(storages(layout, states)) as watch:
+            reducer.begin(rounds)
+            for _ in range(rounds):
+                before = Counter(traffic)
+                self.during = self._backward(reducer, layout, watch)
+                reducer.pass_ended()
+            self.left = watch.begin()
+            # The rounds that were not run are as the last one was.
+            for label in traffic:
+                traffic[label] += (
+                    (traffic[label] - before[label]) * (blueprint.plan.microbatches - rounds) * self.always
+                )
+            reducer.finish()
+            self.end = watch.most
+
+    def _backward(self, reducer: Reducer, layout: Layout, watch: Watch) -> dict[int, int]:
+        """Bytes by unit."""
+        found = torch.empty((), dtype=layout.policy.grad_dtype)
+        units = sorted({unit for slot in layout.slots for unit in slot.units}, reverse=True)
+        during = {}
+        for unit in units:
+            watch.begin()
+            for slot in reversed(layout.slots):
+                for _ in range(slot.units.count(unit) if slot.param.requires_grad else 0):
+                    reducer.sink_of(slot).add(found.expand(slot.param.shape))
+            during[unit] = watch.most
+        return during

@@ -1,0 +1,276 @@
+"""What a layer costs, found by running it once on the meta device: FLOPs, bytes kept and needed, bytes sent.
+
+    costs = Tracer(micro_batch, dtype, grad_dtype, traffic).trace(layers, recomputed)      one LayerCost a layer
+
+Nothing is computed and nothing is sent: shapes pass through the layer's own code, forward and backward, as a stage runs
+it. A layer that is built as one before it, for inputs of the same shape, is not run again.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from threed.layers.recompute import Selective
+from threed.layers.slicing import MicroBatch
+from threed.pipeline.boundary import Form, gradients_of, tensors
+from threed.pipeline.checkpoints import Recomputed
+from threed.pipeline.stage import Stage, Whole
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer and one micro-batch on one rank.
+
+    flops: of the forward: matrix products at 2mnk, attention over the whole square of positions (arXiv 2204.02311,
+    appendix B). kept: bytes alive from forward to backward, beside input and output; keeps_input, keeps_output: whether
+    these are too. forward, backward: the most bytes alive while it runs, of what it keeps, its input and what it makes.
+    input, output: bytes. cached: bytes that outlive the micro-batch, such as a table of rotary angles: no part of the
+    others. elsewhere: bytes kept on a drive, or in the memory of the host. sent: bytes sent over each axis.
+    """
+
+    flops: int
+    kept: int = 0
+    keeps_input: bool = False
+    keeps_output: bool = False
+    forward: int = 0
+    backward: int = 0
+    input: int = 0
+    output: int = 0
+    cached: int = 0
+    elsewhere: int = 0
+    sent: Mapping[str, int] = field(default_factory=dict)
+
+
+class TraceError(ValueError):
+    """A layer cannot be run on the meta device: the message names it, and what to do."""
+
+
+class Watch(TorchDispatchMode):
+    """While entered, counts FLOPs, and the bytes of the storages that operations make; `most`: at the worst moment."""
+
+    def __init__(self, ignored: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
+        self._seen: dict[int, StorageWeakRef] = {}
+        self.flops = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        self.look_at((args, out))
+        self.most = max(self.most, self.bytes())
+        return out
+
+    def look_at(self, values: Any) -> None:
+        """Takes notice of storages; tensors among arguments or results are in lists at most."""
+        if isinstance(values, Tensor):
+            storage = values.untyped_storage()
+            known = self._seen.get(storage._cdata)
+            if (known is None or known.expired()) and storage._cdata not in self._ignored:
+                self._seen[storage._cdata] = StorageWeakRef(storage)
+        elif isinstance(values, list | tuple):
+            for value in values:
+                self.look_at(value)
+
+    def bytes(self) -> int:
+        """Bytes that are alive."""
+        self._seen = {key: ref for key, ref in self._seen.items() if not ref.expired()}
+        return sum(torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes() for ref in self._seen.values())
+
+    def begin(self) -> int:
+        """Looks for the worst moment from now on; gives the bytes that are alive now."""
+        self.most = self.bytes()
+        return self.most
+
+
+class _Attention(torch.autograd.Function):
+    """What a fused kernel of scaled dot-product attention keeps: its inputs, its output, a number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty(*q.shape[:-1], v.shape[-1])
+        rows = torch.empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        ctx.save_for_backward(q, k, v, mask, out, rows)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, *_ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
+
+class _Fused(TorchFunctionMode):
+    """Scaled dot-product attention as its fused kernels do it; on the meta device torch would take the plain one."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        q, k, v, mask = (*args, None)[:4] if len(args) > 2 else (args[0], kwargs["key"], kwargs["value"], None)
+        mask = (kwargs or {}).get("attn_mask", mask)
+        self.watch.flops += 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+        return _Attention.apply(q, k, v, mask)
+
+
+class _Sink:
+    """A gradient's buffer, which is there anyway; what else is made on the way to it is made here too."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def add(self, grad: Tensor) -> None:
+        """Adds nothing."""
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        """Makes the product where it cannot be made in the buffer."""
+        if a.dtype != self.dtype:
+            torch.mm(a, b)
+
+    def add_rows(self, index: Tensor, rows: Tensor) -> None:
+        """Makes rows of the buffer's dtype."""
+        rows.to(self.dtype)
+
+
+class Tracer:
+    """micro: a micro-batch on the meta device, as the layers will see it. dtype, grad_dtype: of parameters and
+    activations, and of gradients. traffic: what the model's axes count."""
+
+    def __init__(
+        self, micro: MicroBatch, dtype: torch.dtype, grad_dtype: torch.dtype, traffic: Counter[str]
+    ) -> None:  # fmt: skip
+        self.micro, self.dtype, self.grad_dtype, self.traffic = micro, dtype, grad_dtype, traffic
+        self._known: dict[Any, tuple[LayerCost, Form | None]] = {}
+
+    def trace(self, layers: Sequence[nn.Module], recomputed: Recomputed | None = None) -> list[LayerCost]:
+        """The cost of every layer of a model, in order; `recomputed` as a stage is told, by the layer's number.
+
+        Raises TraceError naming a layer that cannot be run on the meta device.
+        """
+        costs, form, recomputed = [], None, recomputed or Recomputed()
+        for number, layer in enumerate(layers):
+            again = number in recomputed.units
+            key = (_fingerprint(layer, str(getattr(layer, "name", ""))), form, again, layer is layers[-1])
+            if key not in self._known:
+                try:
+                    self._known[key] = self._run(layer, form, recomputed if again else None)
+                except (RuntimeError, NotImplementedError, TypeError, KeyError, AttributeError, ValueError) as error:
+                    raise TraceError(
+                        f"{getattr(layer, 'name', f'layer {number}')} ({type(layer).__name__}) could not be run on the"
+                        f" meta device, to find out what it costs: {error}; give the model a method costs(micro_batch),"
+                        " or choose --parallel.partition uniform"
+                    ) from error
+            cost, form = self._known[key]
+            costs.append(cost)
+        return costs
+
+    def _run(self, layer: nn.Module, form: Form | None, recomputed: Recomputed | None) -> tuple[LayerCost, Form | None]:
+        """Runs a copy of the layer, so that what it remembers of this is forgotten."""
+        traced = copy.deepcopy(layer)
+        given = [*self._weights(traced), *vars(self.micro).values(), *(self.micro.inputs or {}).values()]
+        stage = Stage([traced], Whole(), recomputed=_again(recomputed, traced))
+        before = Counter(self.traffic)
+        try:
+            with Watch(value for value in given if isinstance(value, Tensor)) as watch, _Fused(watch):
+                cost, output = _measure(stage, form, self.micro, watch)
+            sent = {label: count - before[label] for label, count in self.traffic.items() if count > before[label]}
+            return replace(cost, sent=sent), output
+        finally:
+            self.traffic.clear()
+            self.traffic.update(before)
+
+    def _weights(self, layer: nn.Module) -> Iterator[Tensor]:
+        """Gives a layer parameters and buffers on the meta device, as a stage has them."""
+        made: dict[int, nn.Parameter] = {}
+        for module in layer.modules():
+            for name, param in module._parameters.items():
+                if param is not None and id(param) not in made:
+                    new = nn.Parameter(torch.empty(param.shape, dtype=self.dtype, device=META), param.requires_grad)
+                    new.sink = _Sink(self.grad_dtype)  # type: ignore[attr-defined]
+                    if param.requires_grad:
+                        new.register_post_accumulate_grad_hook(_drop)
+                    made[id(param)] = new
+                module._parameters[name] = None if param is None else made[id(param)]
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(META)
+        yield from made.values()
+        yield from (buffer for buffer in layer.buffers())
+
+
+def _drop(param: Tensor) -> None:
+    param.grad = None
+
+
+def _again(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None:
+    """What a stage of this layer alone is told."""
+    if recomputed is None or recomputed.selective is None:
+        return recomputed and replace(recomputed, units=frozenset({0}))
+    selective = Selective(recomputed.selective.ops)
+    selective.install(layer)
+    return Recomputed(frozenset({0}), selective=selective)
+
+
+def _measure(stage: Stage, form: Form | None, micro: MicroBatch, watch: Watch) -> tuple[LayerCost, Form | None]:
+    """One forward and one backward."""
+    x = None if form is None else form.value(form.blank(META, gradients=False))
+    watch.look_at(tensors(x))
+    size, came = watch.begin(), [StorageWeakRef(part.untyped_storage()) for part in tensors(x)]
+    y = stage.forward(0, x, micro)
+    forward, output, flops = watch.most, Form.of(y), watch.flops
+    made = {part.untyped_storage()._cdata: StorageWeakRef(part.untyped_storage()) for part in tensors(y)}
+    nbytes = sum(part.untyped_storage().nbytes() for part in tensors(y))
+    last = y.dim() == 0 if isinstance(y, Tensor) else False
+    del x, y
+    keeps_input, keeps_output = _any_alive(came), _any_alive(made.values())
+    kept = watch.begin() - size * keeps_input - nbytes * keeps_output
+    dy = None if last else output.gradients(output.blank(META, gradients=True))
+    watch.look_at(gradients_of(dy, len(output.shapes)))
+    watch.begin()
+    stage.backward(0, dy)
+    del dy, stage
+    cached, backward = watch.bytes(), watch.most
+    cost = LayerCost(
+        flops, kept - cached, keeps_input, keeps_output, forward - cached, backward - cached, size,
+        0 if last else nbytes, cached,
+    )  # fmt: skip
+    return cost, None if last else output
+
+
+def _any_alive(refs: Iterable[StorageWeakRef]) -> bool:
+    return any(not ref.expired() for ref in refs)
+
+
+def _fingerprint(value: Any, name: str) -> Any:
+    """What is the same for two layers that are built alike, whatever their names; hashable."""
+    if isinstance(value, nn.Module):
+        return type(value), _fingerprint(vars(value), name)
+    if isinstance(value, dict):
+        return tuple((str(key).replace(name, "") if name else key, _fingerprint(v, name)) for key, v in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_fingerprint(item, name) for item in value)
+    if isinstance(value, set | frozenset):
+        return frozenset(_fingerprint(item, name) for item in value)
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    if isinstance(value, str):
+        return value.replace(name, "") if name else value
+    if isinstance(value, int | float | type(None) | torch.dtype):
+        return value
+    return id(value)
