@@ -65,7 +65,7 @@ class Blueprint:
         cut = Cut.of(partition(p.partition, weights, plan.total_stages), plan)
         ties = cut.ties([names(layer) for layer in layers])
         axes = {name for name in setup.shard_axes(config, topology) if name}
-        topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()])
+        topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], cut.links)
         units: Sequence[HasModules] = [layers[n] for held in cut.chunks(topology.axis("pp").index) for n in held]
         if wrapped and (problems := find_problems(wrapped.module, topology.dp, config.zero.stage)):
             raise ConfigError(problems)

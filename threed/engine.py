@@ -58,10 +58,14 @@ PHASES = ("fwd_bwd_s", "dp_comm_s", "optim_s")
 
 
 @functools.lru_cache(maxsize=32)
-def lowered(schedule: str, stages: int, microbatches: int, gathers: bool = False) -> Plan:
+def lowered(schedule: str, microbatches: int, placement: tuple[tuple[int, ...], ...], gathers: bool = False) -> Plan:
     """A schedule's plan with its communication; "forward-only" for evaluation and sampling."""
-    plan = forward_only(stages, microbatches) if schedule == "forward-only" else None
-    return lower(plan or build_plan(schedule, stages, microbatches), gathers)
+    stages, chunks = len(placement), len(placement[0])
+    forward = schedule == "forward-only"
+    plan = (
+        forward_only(stages, microbatches, placement) if forward else build_plan(schedule, stages, microbatches, chunks)
+    )
+    return lower(plan, gathers)
 
 
 class Engine:
@@ -92,8 +96,8 @@ class Engine:
         self.steps = self.consumed = 0
         self._begun = False
         agreement.check_configuration(config, topology.axis("world"))
-        self.batches = Batches(self.model, topology, config)
         self.blueprint = blueprint = self._draw()
+        self.batches = Batches(self.model, topology, config, ends=blueprint.cut.last[0] == topology.axis("pp").index)
         self.layout = blueprint.layout
         layers, mine = blueprint.layers, [blueprint.layers[number] for number in blueprint.held]
         self.flags = [f for layer in layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
@@ -344,7 +348,7 @@ class Engine:
         return self.batches.micro_batches(batch, self.steps, self.consumed, scale, training)
 
     def _plan(self, schedule: str, microbatches: int) -> Plan:
-        return lowered(schedule, self.topology.pp, microbatches, self.config.zero.stage == 3)
+        return lowered(schedule, microbatches, self.blueprint.cut.placement, self.config.zero.stage == 3)
 
     def record(self, on: bool = True) -> list[Span]:
         """Starts (or stops) to record what runs when; gives the spans recorded so far."""

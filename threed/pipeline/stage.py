@@ -94,7 +94,7 @@ class Stage:
         self.layers, self.gatherer, self.prefetch, self.first = layers, gatherer, prefetch, first
         self.recomputed = recomputed or Recomputed()
         self._units = range(first, first + len(layers))
-        self._again = frozenset() if self.recomputed.keeper is None else self.recomputed.units
+        self._again = frozenset() if self.recomputed.keeper is None else self.recomputed.units & set(self._units)
         self._trained = {unit for unit in self._again if any(p.requires_grad for p in self._layer(unit).parameters())}
         reads = [getattr(layer, "backward_reads_weights", True) for layer in layers]
         reading = [unit for unit, own in zip(self._units, reads, strict=True) if own or unit in self.recomputed.units]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from threed.planner.partition import balanced, explicit, uniform
 from threed.schedules.action import Plan
@@ -61,6 +62,12 @@ class Cut:
     def last(self) -> tuple[int, int]:
         """The (rank, chunk) that ends it."""
         return self.locate(len(self.ranges) - 1)
+
+    @property
+    def links(self) -> list[tuple[int, int]]:
+        """The pairs of pipeline ranks that hold neighbouring stages: what passes between them goes both ways."""
+        ranks = [self.locate(stage)[0] for stage in range(len(self.ranges))]
+        return sorted({(min(a, b), max(a, b)) for a, b in pairwise(ranks) if a != b})
 
     def ties(self, names: Sequence[Sequence[str]]) -> dict[str, Tie]:
         """Parameter name -> where it is used, for those that several ranks hold, in the order of first use.
