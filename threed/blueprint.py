@@ -56,20 +56,20 @@ class Blueprint:
         p, r = config.parallel, config.recompute
         recomputed = [] if r.mode == "none" else checkpoints.choose(layers, r.every)
         plan = step_plan(config, topology.dp)
-        needed = p.partition == "balanced" and plan.total_stages > 1
-        weights = (
-            checkpoints.with_recompute(costs(layers), recomputed if r.mode == "full" else ())
-            if needed
-            else [1.0] * len(layers)
-        )
-        cut = Cut.of(partition(p.partition, weights, plan.total_stages), plan)
+        again = recomputed if r.mode == "full" else ()
+        ranges = partition(
+            p.partition, len(layers), plan.total_stages, lambda: checkpoints.with_recompute(costs(layers), again)
+        )  # fmt: skip
+        cut = Cut.of(ranges, plan)
         ties = cut.ties([names(layer) for layer in layers])
         axes = {name for name in setup.shard_axes(config, topology) if name}
         topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], cut.links)
-        units: Sequence[HasModules] = [layers[n] for held in cut.chunks(topology.axis("pp").index) for n in held]
+        held = [(n, chunk) for chunk, part in enumerate(cut.chunks(topology.axis("pp").index)) for n in part]
+        units: Sequence[HasModules] = wrapped.units if wrapped else [layers[n] for n, _ in held]
+        chunks = None if wrapped else [chunk for _, chunk in held]
         if wrapped and (problems := find_problems(wrapped.module, topology.dp, config.zero.stage)):
             raise ConfigError(problems)
-        laid_out = layout.build(wrapped.units if wrapped else units, ties, topology, setup.policy(config, topology))
+        laid_out = layout.build(units, ties, topology, setup.policy(config, topology), chunks)
         setup.size_buffers(laid_out, config, len(setup.rule(config.optim).parts))
         return cls(model, topology, config, layers, recomputed, plan, cut, laid_out)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from threed import schedules
 from threed.config import Config, ConfigError, derive_dp, key_name
 
 
@@ -37,8 +38,6 @@ class Refusal:
 REFUSALS = (
     Refusal("parallel", "cp", (1,), "context parallelism"),
     Refusal("parallel", "ep", (1,), "expert parallelism"),
-    Refusal("parallel", "schedule", ("1f1b", "gpipe"), "this schedule"),
-    Refusal("parallel", "chunks", (None, 1), "more than one model chunk on a rank"),
     Refusal("parallel", "partition", ("balanced", "uniform"), "partition by measured cost", ("measured",)),
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
     Refusal("checkpoint", "async_", (False,), "saving while training goes on"),
@@ -49,8 +48,18 @@ REFUSALS = (
 def find_refusals(config: Config) -> list[str]:
     """What an engine refuses: the features that are not there yet, each with what is, and keys of memory that would do
     nothing."""
-    missing = [problem for refusal in REFUSALS if (problem := refusal.find(config))]
+    missing = [problem for refusal in (*REFUSALS, *_of_schedules(config)) if (problem := refusal.find(config))]
     return [*missing, *_check_offload(config), *_check_recompute(config)]
+
+
+def _of_schedules(config: Config) -> list[Refusal]:
+    """What is there of schedules, registered ones included."""
+    there, name = schedules.available(), config.parallel.schedule
+    refusals = [Refusal("parallel", "schedule", there, "this schedule")]
+    if name in there:
+        own = schedules.own_chunks(name)
+        refusals.append(Refusal("parallel", "chunks", (None, own), f"another number of chunks with {name}"))
+    return refusals
 
 
 def find_problems(

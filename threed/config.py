@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from threed import schedules
 from threed.param_groups import ParamGroup as ParamGroup
 from threed.values import (
     Betas,
@@ -303,7 +304,7 @@ def _fill(group: BaseModel, values: dict[str, Any]) -> BaseModel:
 
 def _resolve_parallel(config: Config, world_size: int | None) -> dict[str, Any]:
     dp = None if world_size is None else derive_dp(config, world_size)
-    return {"dp": dp, "sequence": config.parallel.tp > 1, "chunks": 1}
+    return {"dp": dp, "sequence": config.parallel.tp > 1, "chunks": schedules.own_chunks(config.parallel.schedule)}
 
 
 def _resolve_precision(precision: PrecisionConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ cut.ties(names)                     # the parameters that several ranks hold
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -87,12 +87,14 @@ class Cut:
         return ties
 
 
-def partition(how: str | tuple[int, ...], costs: Sequence[float], stages: int) -> list[range]:
-    """The layers of every stage: balanced by cost, uniform by count, or the counts given."""
+def partition(
+    how: str | tuple[int, ...], layers: int, stages: int, costs: Callable[[], Sequence[float]]
+) -> list[range]:
+    """The layers of every stage: balanced by what `costs` gives, uniform by count, or the counts given."""
     if isinstance(how, tuple):
-        return explicit(how, len(costs), stages)
-    if how == "uniform":
-        return uniform(len(costs), stages)
+        return explicit(how, layers, stages)
+    if how == "uniform" or stages == 1:
+        return uniform(layers, stages)
     if how == "balanced":
-        return balanced(costs, stages)
+        return balanced(costs(), stages)
     raise ValueError(f"partition {how!r} is not in this version; use balanced, uniform, or the counts of each stage")

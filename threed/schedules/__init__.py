@@ -40,6 +40,7 @@ __all__ = [
     "legal",
     "lower",
     "one_f_one_b",
+    "own_chunks",
     "peak_activations",
     "register",
     "simulate",
@@ -74,6 +75,11 @@ _SCHEDULES = {"gpipe": _Entry(gpipe, 1), "1f1b": _Entry(one_f_one_b, 1)}
 def available() -> tuple[str, ...]:
     """The names that `build` knows, registered ones included."""
     return tuple(_SCHEDULES)
+
+
+def own_chunks(name: str) -> int:
+    """How many chunks a rank has under a schedule where nothing else is asked for; 1 of one that is not there."""
+    return (_SCHEDULES[name].chunks if name in _SCHEDULES else None) or 1
 
 
 def register(name: str, fn: Callable[..., Plan], chunks: int | None = 1) -> None:

@@ -94,6 +94,7 @@ class Kind:
     units: tuple[int, ...] | None  # the units that gather it, where it is kept as slices
     layers: tuple[int, ...] = ()  # where it is tied and kept as slices: all layers of the model that use it
     tile: str | None = None  # its name, where it is a tile: gathered by itself, while its layer uses it
+    chunks: tuple[int, ...] = (0,)  # of this rank's chunks of the model, those that use it
 
 
 @dataclass(eq=False)
@@ -272,12 +273,16 @@ def collect(units: Sequence[HasModules]) -> list[Slot]:
     return list(found.values())
 
 
-def build(units: Sequence[HasModules], tied: Mapping[str, Tie], topology: Topology, policy: Policy) -> Layout:
+def build(
+    units: Sequence[HasModules], tied: Mapping[str, Tie], topology: Topology, policy: Policy,
+    chunks: Sequence[int] | None = None,
+) -> Layout:  # fmt: skip
     """Lays the parameters of a stage out, allocates their buffers, and points every parameter into them.
 
-    units: the stage's layers, on the meta device. tied: by name the parameters that several stages hold. Their groups
-    come last, and they and what is in them in one order that all stages share, however each of them uses them: so
-    slices line up, and sums over stages meet.
+    units: the rank's layers, on the meta device. chunks: which of its chunks of the model each is in, by default all in
+    one; chunks have buffers of their own, for each of them is reduced when its own backwards are over. tied: by name
+    the parameters that several stages hold. Their groups come last, and they and what is in them in one order that all
+    stages share, however each of them uses them: so slices line up, and sums over stages meet.
     """
     kinds: dict[Kind, list[Slot]] = {}
     for slot in _backward_order(collect(units), tied):
@@ -288,6 +293,7 @@ def build(units: Sequence[HasModules], tied: Mapping[str, Tie], topology: Topolo
             spec.partial if trainable else None, tie.stages if tie else (),
             tuple(sorted(set(slot.units))) if sliced else None, tie.layers if tie and sliced else (),
             spec.name if sliced and spec.tile[1] > 1 else None,
+            (0,) if chunks is None else tuple(sorted({chunks[unit] for unit in slot.units})),
         )  # fmt: skip
         kinds.setdefault(kind, []).append(slot)
     groups = [_group(kind, slots, topology, policy) for kind, slots in kinds.items()]
