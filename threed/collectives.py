@@ -117,11 +117,12 @@ def start_reduce_scatter(
         raise ValueError(f"reduce-scatter of {tuple(full.shape)}: dimension 0 is no multiple of {axis.size} ranks")
     moved = full.contiguous().to(wire or full.dtype)
     axis.count(_nbytes(moved) // axis.size * (axis.size - 1))
-    if not _gloo(axis):
-        out = moved.new_empty(full.shape[0] // axis.size, *full.shape[1:])
-        work = _reduce_scatter_single(out, moved, group=axis.group, async_op=True)
-        return Pending(lambda: out.to(full.dtype) if into is None else _store(out, into, add), work)
-    return _exchange_sum(moved, axis, full.dtype, into, add)
+    if _gloo(axis):
+        return _exchange_sum(moved, axis, full.dtype, into, add)
+    direct = into if into is not None and not add and into.dtype == moved.dtype else None
+    out = moved.new_empty(full.shape[0] // axis.size, *full.shape[1:]) if direct is None else direct
+    work = _reduce_scatter_single(out, moved, group=axis.group, async_op=True)
+    return Pending(lambda: out.to(full.dtype) if into is None else _store(out, into, add), work)
 
 
 def _store(value: Tensor, into: Tensor, add: bool) -> Tensor:
@@ -131,40 +132,35 @@ def _store(value: Tensor, into: Tensor, add: bool) -> Tensor:
 
 
 def _exchange_sum(full: Tensor, axis: Axis, dtype: torch.dtype, into: Tensor | None, add: bool) -> Pending:
-    """Sends each peer its part and adds up my part's versions in rank order; nothing is sent to oneself."""
-    parts = full.view(axis.size, -1)
+    """Sends each peer its part and adds up my part's versions in rank order.
+
+    More than two ranks send to themselves too, by a copy of one part here: else those in the middle would have to copy
+    all other parts, to have them side by side.
+    """
+    parts, shape = full.view(axis.size, -1), (full.shape[0] // axis.size, *full.shape[1:])
     row = parts.shape[1]
-    splits = [0 if r == axis.index else row for r in range(axis.size)]
-    send = _without(parts, axis.index)
-    got = full.new_empty((axis.size - 1) * row)
-    work = dist.all_to_all_single(got, send, splits, splits, group=axis.group, async_op=True)
+    splits = [row] * axis.size
+    if axis.size == 2:
+        splits[axis.index], full = 0, parts[1 - axis.index]
+    got = full.new_empty(sum(splits))
+    work = dist.all_to_all_single(got, full.view(-1), splits, splits, group=axis.group, async_op=True)
     # Narrow numbers are added in fp32 and rounded once; a sum of two is rounded once anyway.
     narrow = dtype in (torch.bfloat16, torch.float16) and (axis.size > 2 or add)
     wide = torch.float32 if narrow else dtype
+    direct = into.view(-1) if into is not None and not add and full.dtype == wide == into.dtype else None
 
     def add_up() -> Tensor:
-        versions = list(got.view(axis.size - 1, row).unbind(0))
-        versions.insert(axis.index, parts[axis.index])
-        if into is not None and not add and axis.size == 2 and full.dtype == wide == into.dtype:
-            torch.add(versions[0], versions[1], out=into.view(-1))
-            return into
-        total = versions[0].to(wide) + versions[1].to(wide)
+        versions = list(got.view(max(1, axis.size * (axis.size > 2)), row).unbind(0))
+        if axis.size == 2:
+            versions.insert(axis.index, parts[axis.index])
+        total = torch.add(versions[0].to(wide), versions[1].to(wide), out=direct)
         for version in versions[2:]:
             total += version
         if into is None:
-            return total.to(dtype).view(full.shape[0] // axis.size, *full.shape[1:])
+            return total.to(dtype).view(shape)
         return _store(total.view(into.shape), into, add)
 
     return Pending(add_up, work)
-
-
-def _without(parts: Tensor, index: int) -> Tensor:
-    """Rows of `parts` but one, flat; a view when the row is the first or the last (always so with two ranks)."""
-    if index == 0:
-        return parts[1:].reshape(-1)
-    if index == len(parts) - 1:
-        return parts[:-1].reshape(-1)
-    return torch.cat((parts[:index], parts[index + 1 :])).view(-1)
 
 
 def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
