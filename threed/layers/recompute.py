@@ -256,8 +256,10 @@ class Selective(Recompute):
 
     def column(self, layer: Column, x: Tensor) -> Tensor:
         """layer(x); where the layer gathers an x that is to be rebuilt, it is gathered again as well."""
-        if not layer.gather or self._made(x) is None:
+        source = self._made(x)
+        if not layer.gather or source is None:
             return layer(x)
+        promise = source.result(x)  # autograd keeps hooks with what they packed: with x in one, x itself would stay
         gathered = (layer.axis.size * x.shape[0], *x.shape[1:])
 
         def pack(tensor: Tensor) -> Packed:
@@ -265,7 +267,7 @@ class Selective(Recompute):
             if tensor.shape != gathered or tensor.untyped_storage()._cdata in weights:
                 return self._pack(tensor)
             again = functools.partial(collectives.all_gather, axis=layer.axis)
-            return _Operation("a gathered input", again, [self._pack(x)], [False]).result(tensor)
+            return _Operation("a gathered input", again, [promise], [False]).result(tensor)
 
         with saved_tensors_hooks(pack, unpack):
             return layer(x)
