@@ -26,7 +26,7 @@ from threed.data import Data, Prefetcher
 from threed.engine import Engine, StepMetrics
 from threed.forecast import Forecast
 from threed.monitor import Heartbeat, Monitor, Throughput, process
-from threed.monitor.heartbeat import slowest
+from threed.monitor.heartbeat import culprit
 from threed.schedules import Action, span_and_bubble
 
 GIB = 2**30
@@ -83,7 +83,8 @@ class Trainer:
                     self._one_step(batches)
         except Exception:
             # When ranks lose each other, who is behind says more than whose call failed first.
-            self.monitor.note(f"failed; behind: {slowest(self.folder / 'heartbeat', self.topology.world)}")
+            if behind := culprit(self.folder / "heartbeat", self.topology.rank, self.topology.world):
+                (self.monitor.note if self.main else print)(f"failed; behind: {behind}")
             raise
 
     # ---------------------------------------------------------------------------------------------------- beginning
