@@ -73,23 +73,23 @@ def test_every_rank_that_died_is_named_and_no_rank_but_the_first_reads_all_files
     dead: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 ranks on 8 machines. When each read all, that was 4096 reads; at 16,384 ranks 268 million."""
-    child = os.fork()
+    alive, child = os.getpid(), os.fork()
     if child == 0:
         os._exit(0)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     for rank in range(64):
         monkeypatch.setattr("platform.node", lambda rank=rank: f"machine-{rank // 8}")
-        monkeypatch.setattr("os.getpid", lambda pid=child if rank in dead else os.getppid(): pid)
+        monkeypatch.setattr("os.getpid", lambda pid=child if rank in dead else alive: pid)
         Heartbeat(tmp_path, rank).beat(5 if rank == 33 else 6, "step")
     monkeypatch.undo()
     said, reads = ask_all(tmp_path, 64, 8, monkeypatch)
     os.waitpid(child, 0)
-    alive = {rank: line for rank, line in enumerate(said) if rank not in dead}
+    lines = {rank: line for rank, line in enumerate(said) if rank not in dead}
     for rank in dead:
-        assert any(f"rank {rank}, whose process has ended, last seen step 6" in line for line in alive.values())
-    if 0 in alive and not any(rank < 8 for rank in dead):
-        assert alive[0].startswith("rank 33 last seen step 5")
-    assert sum(line != "" for rank, line in alive.items() if rank > 0) <= len(dead)
+        assert any(f"rank {rank}, whose process has ended, last seen step 6" in line for line in lines.values())
+    if 0 in lines and not any(rank < 8 for rank in dead):
+        assert lines[0].startswith("rank 33 last seen step 5")
+    assert sum(line != "" for rank, line in lines.items() if rank > 0) <= len(dead)
     assert reads < 2 * 64 + 8 * len(dead)
 
 

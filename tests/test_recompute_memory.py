@@ -129,8 +129,8 @@ def per_layer_over_eight(ops: tuple[str, ...]) -> float:
 @pytest.mark.parametrize(("ops", "kept"), [((), 34 / 8 + 4 * 7 / 8), (("norm",), 30 / 8)], ids=["none", "norm"])
 def test_eight_tensor_ranks_keep_what_is_published(ops: tuple[str, ...], kept: float) -> None:
     """arXiv 2205.05198, section 4.2.2: 34 s b h / t without the attention matrix, 4.25 at t = 8, because what is
-    gathered for linear layers is gathered again in the backward. Here it is kept, twice 2 s b h in place of 2 / t: 7.75.
-    With norms computed again neither it nor their results are: 3.75.
+    gathered for linear layers is gathered again in the backward. Here it is kept, twice 2 s b h in place of 2 / t, so
+    7.75. With norms computed again neither it nor their results are: 3.75.
     """
     for measured in run_ranks(8, per_layer_over_eight, ops):
         assert 0 <= measured - kept < 0.05  # statistics of norms and of attention's softmax

@@ -126,7 +126,7 @@ def keep_mask(
     Made in blocks of positions: beside the mask itself, 125 bytes for each of `_CHUNK` counters at a time, 8.2 MB
     on a CPU and 131 MB elsewhere, or for those of one position's columns where they are more.
     """
-    stream, (first, last), run, device = key(seed, name), columns, columns[1] - columns[0], samples.device
+    stream, first, run, device = key(seed, name), columns[0], columns[1] - columns[0], samples.device
     keep = torch.empty((rows[1] - rows[0]) * len(samples), run, dtype=torch.bool, device=device)
     aligned = width % 4 == first % 4 == 0
     counters = -(-run // 4) if aligned else (run + 6) // 4  # that cover a run, in the second case wherever it begins
