@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from threed.device import current
 from threed.topology import Axis, Link
 
 # `_single` is the new name of what older versions call `_tensor`.
@@ -342,7 +343,7 @@ def exchange(value: Any, axis: Axis) -> list[Any]:
     """
     if axis.size == 1:
         return [value]
-    device = torch.device("cuda", torch.cuda.current_device()) if not _gloo(axis) else torch.device("cpu")
+    device = torch.device("cpu") if _gloo(axis) else current()
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = all_gather(torch.tensor([data.numel()], device=device), axis).tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
