@@ -68,3 +68,16 @@ class Live(TorchDispatchMode):
     def bytes_now(self) -> int:
         """The sum of the sizes at this moment, with messages that gloo is done with and has not let go of."""
         return sum(self.sizes())
+
+
+class Peak(Live):
+    """Looks after every operation; `most` is the largest sum of sizes there was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.most = max(self.most, self.bytes_now())
+        return out

@@ -25,6 +25,7 @@ FLOORS = {
     "threed.native": 0,
     "threed.schedules": 0,
     "threed.planner": 0,
+    "threed.device": 1,
     "threed.topology": 1,
     "threed.sharding": 1,
     "threed.collectives": 1,
@@ -167,6 +168,12 @@ def _check_cycles(graph: dict[str, set[str]]) -> Iterator[str]:
 
 def test_the_house_holds() -> None:
     assert find_violations(ROOT) == []
+
+
+def test_one_module_names_cuda() -> None:
+    """The rest says `torch.accelerator`, or asks `threed.device`."""
+    naming = [path for path in (ROOT / "threed").rglob("*.py") if "torch.cuda" in path.read_text(encoding="utf-8")]
+    assert naming == [ROOT / "threed" / "device.py"]
 
 
 PLANTED = {

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from tests.harness import run_ranks
 from threed import collectives, layers, rng
-from threed.layers import MicroBatch, Slicing
 from threed.blueprint import blocks
+from threed.layers import MicroBatch, Slicing
 from threed.sharding import Piece, ShardSpec, attach, parameter, spec_of, vector
 from threed.topology import Axis, Topology
 from threed.zero import layout

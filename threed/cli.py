@@ -154,7 +154,7 @@ def _inspect(a: argparse.Namespace) -> None:
 def _machine_facts(drive: str) -> str:
     import torch
 
-    from threed import native
+    from threed import device, native
     from threed.topology import backends
 
     lines = [f"python       {platform.python_version()}"]
@@ -163,7 +163,7 @@ def _machine_facts(drive: str) -> str:
             lines.append(f"{name:<12} {version(name)}")
         except PackageNotFoundError:
             lines.append(f"{name:<12} not installed")
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    devices = [str(device.name(torch.device("cuda", i))) for i in range(device.count())]
     lines.append(f"devices      {', '.join(devices) or f'CPU, {torch.get_num_threads()} threads in this process'}")
     lines.append(f"backends     {', '.join(backends()) or 'none'}")
     for name, found in native.status().items():

@@ -17,9 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from threed import collectives, models
+from threed import collectives, device, models
 from threed.arguments import Options, format_problems, help_text, load, load_checked
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, check_space
@@ -228,8 +226,8 @@ def _resume_problems(folder: Path, config: Config) -> list[str]:
 
 def _device_problems(config: Config) -> list[str]:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if torch.cuda.is_available() and local_world > torch.cuda.device_count():
-        count = torch.cuda.device_count()
+    count = device.count()
+    if 0 < count < local_world:
         fix = f"start {count}, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU"
         return [f"{local_world} ranks on a machine with {count} GPU{'s' if count > 1 else ''}: {fix}"]
     return []

@@ -22,6 +22,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from threed import device as gpu
 from threed.planner.grid import AXES, Grid, parse
 
 
@@ -94,8 +95,9 @@ def start_from_file(file: str, rank: int, world: int) -> None:
 def default_device() -> torch.device:
     """The device of this process: its local GPU where there is one, unless its ranks talk by gloo; else the CPU."""
     gloo = dist.is_initialized() and dist.get_backend() == "gloo"
-    if torch.cuda.is_available() and dist.is_nccl_available() and not gloo:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    count = gpu.count()
+    if count and dist.is_nccl_available() and not gloo:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count)
     return torch.device("cpu")
 
 
@@ -115,8 +117,7 @@ class Topology:
         self, pp: int = 1, tp: int = 1, cp: int = 1, dp: int | None = None, device: torch.device | None = None
     ) -> None:
         self.device = device or default_device()
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        gpu.use(self.device)
         start(self.device)
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self._set_up(Grid.of(world, pp=pp, dp=dp, cp=cp, tp=tp), rank, groups=True)

@@ -23,10 +23,12 @@ from threed.checkpoint.hf import export_hf
 from threed.checkpoint.retention import Retention, after_restart, candidates, job_name
 from threed.config import Config
 from threed.data import Data, Prefetcher
+from threed.device import name as device_name
+from threed.device import peak_bytes, reset_peak
 from threed.engine import Engine, StepMetrics
 from threed.forecast import Forecast
 from threed.monitor import Heartbeat, Monitor, Throughput, process
-from threed.monitor.heartbeat import slowest
+from threed.monitor.heartbeat import culprit
 from threed.schedules import Action, span_and_bubble
 
 GIB = 2**30
@@ -83,7 +85,8 @@ class Trainer:
                     self._one_step(batches)
         except Exception:
             # When ranks lose each other, who is behind says more than whose call failed first.
-            self.monitor.note(f"failed; behind: {slowest(self.folder / 'heartbeat', self.topology.world)}")
+            if behind := culprit(self.folder / "heartbeat", self.topology.rank, self.topology.world):
+                (self.monitor.note if self.main else print)(f"failed; behind: {behind}")
             raise
 
     # ---------------------------------------------------------------------------------------------------- beginning
@@ -121,7 +124,7 @@ class Trainer:
     def _baseline(self) -> int:
         """Memory of this process that is not the model's: what it has now, parameters aside. The peak counts anew."""
         if self.topology.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.topology.device)
+            reset_peak(self.topology.device)
             return 0
         process.reset_peak_rss()
         return process.peak_rss_bytes() - self.engine.layout.nbytes
@@ -131,7 +134,7 @@ class Trainer:
         device = self.topology.device
         self.meter = Throughput(
             self.forecast.flops_per_token, self.topology.world,
-            torch.cuda.get_device_name(device) if device.type == "cuda" else None, self.config.precision.dtype,
+            device_name(device), self.config.precision.dtype,
         )  # fmt: skip
         note = self.monitor.note
         for line in (self.data.notice, f"data       {self.data.description}", self.forecast.text()):
@@ -191,7 +194,7 @@ class Trainer:
         self.spans = self._all_spans()
         traffic = dict(self.topology.traffic)
         self.topology.traffic.clear()
-        mine = {"traffic": traffic, "rss": process.peak_rss_bytes(), "alloc": _allocated(self.topology.device)}
+        mine = {"traffic": traffic, "rss": process.peak_rss_bytes(), "alloc": peak_bytes(self.topology.device)}
         everyone = collectives.exchange(mine, self.world)
         row: dict[str, float] = {
             "train/loss": loss,
@@ -291,7 +294,7 @@ class Trainer:
         """Text, pictures, export, and where it all is."""
         note, count = self.monitor.note, self.config.train.sample_tokens
         self.heartbeat.beat(self.engine.steps, "end")
-        peak = process.peak_rss_bytes() if self.topology.device.type == "cpu" else _allocated(self.topology.device)
+        peak = process.peak_rss_bytes() if self.topology.device.type == "cpu" else peak_bytes(self.topology.device)
         memory = ending.memory_rows(self.engine, self.forecast, self.baseline, peak)
         text = ending.sample_text(self.engine, self.data, count) if count else ""
         if not self.main:
@@ -310,7 +313,3 @@ class Trainer:
         """What to type to train on."""
         ranks = f"--standalone --nproc-per-node {self.topology.world}"
         return f"torchrun {ranks} {shlex.join([*self.command, *resuming_flags(self.config)])}"
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -12,17 +12,17 @@ does not grow with what the drive holds (ZeRO-Infinity, arXiv 2104.07857, sectio
 
 from __future__ import annotations
 
-import functools
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
+from threed import device as gpu
 from threed.collectives import Pending, done
+from threed.device import beside, copy_stream
 from threed.memory.io import Disk, Transfer
 from threed.memory.pool import Pool
 
@@ -99,7 +99,7 @@ class InMemory:
 
 def memory_tier(device: torch.device) -> Tier:
     """Homes in the memory of a device; host memory beside a GPU is page-locked, so that copies run by themselves."""
-    pinned = device.type == "cpu" and torch.cuda.is_available()
+    pinned = device.type == "cpu" and gpu.count() > 0
 
     def home(numel: int, dtype: torch.dtype) -> InMemory:
         return InMemory(torch.zeros(numel, dtype=dtype, device=device, pin_memory=pinned))
@@ -127,21 +127,6 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
         return out
 
     return Pending(finish)
-
-
-@contextmanager
-def beside(stream: torch.cuda.Stream) -> Iterator[None]:
-    """What a GPU is told in here comes after what it was told before, and runs beside what it is told later, which has
-    to wait for it where it uses it. So memory of this stream may be let go once its last use was told."""
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        yield
-
-
-@functools.cache
-def copy_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
-    """The stream of copies between the host and a GPU, one for each direction."""
-    return torch.cuda.Stream(device)
 
 
 class Drive:

@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from threed import collectives
 from threed.collectives import Pending
 from threed.config import Config, ConfigError
+from threed.device import beside, current_stream
 from threed.layers.recompute import Selective
 from threed.layers.slicing import Slicing
 from threed.memory.arena import Arena
 from threed.memory.io import BLOCK, Disk
-from threed.memory.tiers import Drive, Home, InMemory, Loan, OnDrive, beside
+from threed.memory.tiers import Drive, Home, InMemory, Loan, OnDrive
 from threed.topology import Axis, Topology
 
 FETCH_AHEAD = 2  # inputs on their way from the drive
@@ -107,7 +108,7 @@ class Kept:
     shape: torch.Size
     home: Home | None = None
     value: Tensor | None = None
-    arrived: torch.cuda.Event | None = None
+    arrived: torch.Event | None = None
     loan: Loan | None = None
     gathering: Pending | None = None
 
@@ -118,8 +119,8 @@ class Keeper:
 
     def __init__(self, axis: Axis | None, homes: Homes | None, device: torch.device, away: bool = False) -> None:
         self.axis, self.homes, self.device = axis, homes, device
-        self._stream = torch.cuda.Stream(device) if away and device.type == "cuda" else None
-        self._leaving: deque[tuple[torch.cuda.Event, Loan, Tensor]] = deque()
+        self._stream = torch.Stream(device) if away and device.type == "cuda" else None
+        self._leaving: deque[tuple[torch.Event, Loan, Tensor]] = deque()
 
     def keep_all(self, given: Sequence[Tensor]) -> tuple[Kept, ...]:
         """Keeps the tensors of a layer's input."""
@@ -169,7 +170,7 @@ class Keeper:
         for: by the device, and by the host where it has to write them to a drive."""
         while self._leaving and (len(self._leaving) > at_most or self._leaving[0][0].query()):
             event, loan, _ = self._leaving.popleft()
-            torch.cuda.current_stream(self.device).wait_event(event)
+            current_stream(self.device).wait_event(event)
             if not isinstance(loan, InMemory):
                 event.synchronize()
             loan.store()
@@ -197,7 +198,7 @@ class Keeper:
         assert kept.value is not None
         whole = kept.value
         if kept.arrived is not None:
-            torch.cuda.current_stream(self.device).wait_event(kept.arrived)
+            current_stream(self.device).wait_event(kept.arrived)
         if kept.gathering is not None:
             whole = kept.gathering.wait()
             self.drop(kept)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from threed.collectives import Pending
+from threed.device import current_stream
 from threed.layers.slicing import MicroBatch
 from threed.pipeline.boundary import Form, signature, tensors
 from threed.pipeline.stage import Stage
@@ -126,7 +127,7 @@ class Executor:
     def _let_device_end(self) -> None:
         """Where spans are wanted of a GPU, waits for what it computes; not for receives, which others may wait for."""
         if self.spans is not None and self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+            current_stream(self.device).synchronize()
 
     def _give(self, send: Kind, receive: Kind, action: Action, value: Any) -> None:
         """Leaves a result for the send that follows, or for the next stage if that is on this rank."""

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
-from threed.memory.tiers import InMemory, Loan, beside, copy_stream
+from threed.device import beside, copy_stream, current_stream
+from threed.memory.tiers import InMemory, Loan
 from threed.topology import Axis
 from threed.zero.layout import Bucket, Group, Layout, Slot
 
@@ -193,7 +193,7 @@ class Gatherer:
 
         def finish() -> Tensor:
             whole = pending.wait()
-            torch.cuda.current_stream(window.device).wait_event(gathered)
+            current_stream(window.device).wait_event(gathered)
             if not isinstance(loan, InMemory):
                 copied.synchronize()  # a drive's buffer is used again
             loan.drop()

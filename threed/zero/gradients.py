@@ -28,11 +28,11 @@ class Gradient:
 
 @dataclass(frozen=True, eq=False)
 class Travelling:
-    """A bucket whose gradients are being summed. add: to what earlier rounds left at home, which is on loan. complete:
-    its slice is the whole sum then."""
+    """A bucket whose gradients are being summed. window: of what leaves, unless it is the slice itself. add: to what
+    earlier rounds left at home, which is on loan. complete: its slice is the whole sum then."""
 
     bucket: Bucket
-    window: Tensor
+    window: Tensor | None
     pending: Pending
     loan: Loan
     add: bool

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from threed import collectives
+from threed.device import synchronize
 from threed.memory.tiers import Home, InMemory, Loan
 from threed.ops.update import Moment, Rule
 from threed.precision import LossScale, Scaler
@@ -239,7 +240,7 @@ class Optimizer:
     def let_device_read(self) -> None:
         """Waits until a GPU has read what it was told to from the host's memory, which is about to change."""
         if self.on_host and self.updates.is_cuda:
-            torch.cuda.synchronize(self.updates.device)
+            synchronize(self.updates.device)
 
     def settle(self) -> None:
         """Waits until updates are done and in the parameters, and all that stay whole are."""

@@ -113,10 +113,7 @@ class Reducer:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        while self._travelling:
-            self._land()
-        while self._arriving:
-            self._arrive()
+        self._land_all()
         self.memory.reset()
         self._aside.clear()
         self._squares.clear()
@@ -162,8 +159,9 @@ class Reducer:
             self._land()  # there is nothing to wait for
 
     def _make_way(self, bucket: Bucket) -> None:
-        """Lands what is too much under way, and what an earlier round sent of this bucket: it is about to be read."""
-        while self.rounds and len(self._travelling) >= BUCKETS_IN_FLIGHT:
+        """Lands what is too much under way, for its buffers, and what an earlier round sent of this bucket: it is about
+        to be read."""
+        while len(self._travelling) >= BUCKETS_IN_FLIGHT:
             self._land()
         while any(t.bucket is bucket for t in self._travelling):
             self._land()
@@ -179,6 +177,12 @@ class Reducer:
         while len(self._arriving) > (BUCKETS_IN_FLIGHT if total.device != t.loan.values.device else 0):
             self._arrive()
 
+    def _land_all(self) -> None:
+        while self._travelling:
+            self._land()
+        while self._arriving:
+            self._arrive()
+
     def _arrive(self) -> None:
         """Waits for the slice that has been on its way home longest."""
         t, copy = self._arriving.popleft()
@@ -186,7 +190,8 @@ class Reducer:
         if not collectives.same_start(total, own):
             own.add_(total) if t.add else own.copy_(total)
         self._put_back(t.bucket, t.loan, t.complete)
-        self.memory.left(t.window)
+        if t.window is not None:
+            self.memory.left(t.window)
 
     def _put_back(self, bucket: Bucket, loan: Loan, complete: bool) -> None:
         """A bucket's slice goes home; what the norm needs of it is found while it is here, and in a cache."""
@@ -219,10 +224,7 @@ class Reducer:
     def finish(self) -> list[Gradient]:
         """Each bucket's slice of the summed gradients, in bucket order."""
         self.all_passes_ended()
-        while self._travelling:
-            self._land()
-        while self._arriving:
-            self._arrive()
+        self._land_all()
         if any(group.sliced for group in self.layout.groups):
             self.memory.trim()  # gathered parameters are the next to need memory
         if self.dynamic:
@@ -239,27 +241,21 @@ class Reducer:
     def _sum_rest(self) -> list[Gradient]:
         """Each bucket's slice, summed over the axes that are left: one after the other, in the order of groups, which
         ranks have in common where they share a group. In the order of completion stages would wait in a circle."""
-        sums: dict[Bucket, Pending] = {}
         for bucket in (bucket for group in self.layout.groups if group.kind.trainable for bucket in group.buckets):
-            device = bucket.group.params.device
-            if isinstance(bucket.grad, InMemory) and bucket.grad.device == device:
-                sums[bucket] = self._sum_over(bucket.grad.tensor, later_sums(bucket))
-            elif later_sums(bucket):
+            if axes := later_sums(bucket):
+                self._make_way(bucket)
                 loan = bucket.grad.fetch()
-                own = loan.wait()
-                own.copy_(self._sum_over(own.to(device), later_sums(bucket)).wait())
-                self._put_back(bucket, loan, complete=True)
-        for pending in sums.values():
-            pending.wait()
-        return [self._gradient(bucket, sums.get(bucket)) for bucket in self.layout.buckets]
+                pending = self._sum_over(loan.wait().to(bucket.group.params.device), axes)
+                self._travelling.append(Travelling(bucket, None, pending, loan, add=False, complete=True))
+        self._land_all()
+        return [self._gradient(bucket) for bucket in self.layout.buckets]
 
-    def _gradient(self, bucket: Bucket, total: Pending | None) -> Gradient:
-        home = bucket.grad if total is None else InMemory(total.wait())
-        if bucket not in self._squares:  # summed just now; or the step had fewer micro-batches than announced
-            loan = home.fetch()
+    def _gradient(self, bucket: Bucket) -> Gradient:
+        if bucket not in self._squares:  # the step had fewer micro-batches than announced
+            loan = bucket.grad.fetch()
             self._squares[bucket] = squares(loan.wait())
             loan.drop()
-        return Gradient(home, self._squares[bucket])
+        return Gradient(bucket.grad, self._squares[bucket])
 
     def _sum_over(self, tensor: Tensor, axes: tuple[Axis, ...]) -> Pending:
         for axis in axes[:-1]:
