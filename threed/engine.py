@@ -284,7 +284,7 @@ class Engine:
         return torch.zeros_like(loss) if self.optimizer.scaler.rule.dynamic else loss.isnan().double()
 
     def _pass_ended(self, chunk: int = 0) -> None:
-        self.reducer.pass_ended()
+        self.reducer.pass_ended(chunk)
         if self.hooks is not None:
             self.hooks.pass_ended()
 

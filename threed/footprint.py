@@ -219,10 +219,15 @@ class _Reductions:
         traffic = blueprint.topology.traffic
         with Watch(storages(layout, states)) as watch:
             reducer.begin(rounds)
+            self.during: dict[int, int] = {}
             for _ in range(rounds):
                 before = Counter(traffic)
-                self.during = self._backward(reducer, layout, watch)
-                reducer.pass_ended()
+                last = sum(len(chunk) for chunk in blueprint.chunks)
+                for chunk in reversed(range(len(blueprint.chunks))):
+                    first = last - len(blueprint.chunks[chunk])
+                    self._backward(reducer, layout, range(first, last), watch)
+                    reducer.pass_ended(chunk)
+                    last = first
             self.left = watch.begin()
             # The rounds that were not run are as the last one was.
             for label in traffic:
@@ -232,15 +237,12 @@ class _Reductions:
             reducer.finish()
             self.end = watch.most
 
-    def _backward(self, reducer: Reducer, layout: Layout, watch: Watch) -> dict[int, int]:
-        """Bytes by unit."""
+    def _backward(self, reducer: Reducer, layout: Layout, units: range, watch: Watch) -> None:
+        """Every parameter of some units gets its gradients."""
         found = torch.empty((), dtype=layout.policy.grad_dtype)
-        units = sorted({unit for slot in layout.slots for unit in slot.units}, reverse=True)
-        during = {}
-        for unit in units:
+        for unit in reversed(units):
             watch.begin()
             for slot in reversed(layout.slots):
                 for _ in range(slot.units.count(unit) if slot.param.requires_grad else 0):
                     reducer.sink_of(slot).add(found.expand(slot.param.shape))
-            during[unit] = watch.most
-        return during
+            self.during[unit] = watch.most

@@ -18,6 +18,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,19 +29,33 @@ from threed.memory.tiers import InMemory, Loan, start_copy
 from threed.planner.memory import BUCKETS_IN_FLIGHT
 from threed.topology import Axis
 from threed.zero.gradients import ByBucket, Gradient, Gradients, Travelling, Whole, early_sum, later_sums
-from threed.zero.layout import Bucket, Layout, Slot
+from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.norm import squares
 from threed.zero.others import left
 from threed.zero.sink import EVER, Sink, taken_by, too_late
 from threed.zero.unused import Unused
 
 
+@dataclass(eq=False)
+class Queue:
+    """Buckets that leave in this order: of one chunk of the model, or of parameters that several chunks share.
+
+    begun: how many of them have left in this round. passes: backwards of these chunks that are still to end.
+    """
+
+    chunks: tuple[int, ...]
+    buckets: list[int] = field(default_factory=list)
+    sinks: list[Sink] = field(default_factory=list)
+    begun: int = 0
+    passes: int = 1
+
+
 class Reducer:
     """Sums every bucket's gradients over the ranks that share it.
 
-    begin(microbatches) before the first backward, `pass_ended` after each; finish() after the last gives each bucket's
-    slice of the sum. wire: the dtype gradients travel in, by default their own. dynamic: see above; its backwards run
-    as its `own_backward`.
+    begin(microbatches) before the first backward, `pass_ended(chunk)` after each; finish() after the last gives each
+    bucket's slice of the sum. wire: the dtype gradients travel in, by default their own. dynamic: see above; its
+    backwards run as its `own_backward`.
     """
 
     def __init__(self, layout: Layout, wire: torch.dtype | None = None, dynamic: bool = False) -> None:
@@ -51,26 +66,30 @@ class Reducer:
         self.memory: Gradients = ByBucket(layout) if self.rounds else Whole(layout)
         self._sinks: dict[Slot, Sink] = {}
         self._buckets_of: dict[Slot, list[int]] = {}
+        self._queues: dict[tuple[int, ...], Queue] = {}
         for group in layout.groups:
+            queue = self._queues.setdefault(group.kind.chunks, Queue(group.kind.chunks))
             for slot in group.slots if group.kind.trainable else ():
-                sink = Sink(self, slot, EVER if slot.varies and not dynamic else self._places(slot))
+                sink = Sink(self, slot, self._expected(slot, group))
+                queue.sinks.append(sink)
                 slot.param.sink = sink  # type: ignore[attr-defined]
                 slot.param.register_post_accumulate_grad_hook(taken_by(weakref.ref(sink)))
                 self._sinks[slot] = sink
         self.sinks = list(self._sinks.values())
         self._slots = [bucket.slots() for bucket in layout.buckets]
         for number, slots in enumerate(self._slots):
+            self._queue_of(number).buckets.append(number)
             for slot in slots:
                 self._buckets_of.setdefault(slot, []).append(number)
-        self._passes = self._rounds_left = 1
+        self._passes = 1  # of a round
         self._ended = 0  # passes of this step
-        self._missing: list[int] = []
-        self._begun = 0  # buckets of this round that have left
+        self._missing = [0] * len(layout.buckets)
+        self._left: set[int] = set()  # buckets that have left in this round
+        self._summed: set[int] = set()  # and those in this step
         self._travelling: deque[Travelling] = deque()
         self._arriving: deque[tuple[Travelling, Pending]] = deque()  # summed, and on their way to the host
         self._squares: dict[Bucket, Tensor] = {}  # of complete slices
         self._aside: dict[Slot, Tensor] = {}
-        self._first = True  # this step's first round
         self.gather_order: Callable[[], int] = lambda: 0  # what a step gathered, when that must be the same everywhere
         self.unused: Unused | None = None  # hears of what was used
         self.listener: Callable[[Slot], None] | None = None  # told of every parameter whose gradient is complete
@@ -90,13 +109,22 @@ class Reducer:
             sink.uses = sink.uses if sink.uses == EVER else learnt.get(sink.slot.spec.name, self._places(sink.slot))
             sink.used = False
 
+    def _expected(self, slot: Slot, group: Group) -> int:
+        """Contributions in a micro-batch. What several chunks share gets some in each one's round."""
+        unknown = slot.varies or (self.rounds and len(group.kind.chunks) > 1)
+        return EVER if unknown and not self.dynamic else self._places(slot)
+
+    def _queue_of(self, number: int) -> Queue:
+        return self._queues[self.layout.buckets[number].group.kind.chunks]
+
     def _places(self, slot: Slot) -> int:
         return 1 if self.dynamic else len(slot.places)
 
     def begin(self, microbatches: int) -> None:
         """Expects the gradients of a step; what is left of one that was given up is forgotten."""
-        self._passes, self._rounds_left = (1, microbatches) if self.rounds else (microbatches, 1)
-        self._ended = 0
+        self._passes, self._ended = 1 if self.rounds else microbatches, 0
+        for queue in self._queues.values():
+            queue.passes = microbatches * len(queue.chunks)
         self._begin_anew()
 
     def drop(self) -> None:
@@ -106,8 +134,8 @@ class Reducer:
         if not self._ended:
             return
         if not self.rounds:
-            while self._begun < len(self.layout.buckets):  # other ranks may have sent more, or less
-                self._start()
+            for queue in self._queues.values():  # other ranks may have sent more, or less
+                self._start_all(queue)
             self._passes = max(1, self._passes - self._ended)
         self._ended = 0
         self._begin_anew()
@@ -117,33 +145,47 @@ class Reducer:
         self.memory.reset()
         self._aside.clear()
         self._squares.clear()
-        self._first = True
-        self._begin_round()
+        self._summed.clear()
+        for queue in self._queues.values():
+            self._begin_round(queue)
 
-    def _begin_round(self) -> None:
-        for sink in self.sinks:
+    def _begin_round(self, queue: Queue) -> None:
+        for sink in queue.sinks:
             sink.begin(self._passes)
-        due = {sink.slot for sink in self.sinks if sink.due}
-        self._missing = [sum(slot in due for slot in slots) for slots in self._slots]
-        self._begun = 0
+        due = {sink.slot for sink in queue.sinks if sink.due}
+        for number in queue.buckets:
+            self._missing[number] = sum(slot in due for slot in self._slots[number])
+        self._left.difference_update(queue.buckets)
+        queue.begun = 0
 
     def arrived(self, slot: Slot) -> None:
         """A parameter's gradient is complete; starts what has become ready, in the fixed order."""
         if self.listener is not None:
             self.listener(slot)
-        for number in self._buckets_of.get(slot, ()):  # a vocabulary shard of nothing may lie in no bucket
+        numbers = self._buckets_of.get(slot)
+        if not numbers:  # a vocabulary shard of nothing may lie in no bucket
+            return
+        for number in numbers:
             self._missing[number] -= 1
-        while self._begun < len(self._missing) and self._missing[self._begun] == 0:
-            self._start()
+        queue = self._queue_of(numbers[0])
+        while queue.begun < len(queue.buckets) and self._missing[queue.buckets[queue.begun]] == 0:
+            self._start(queue)
 
-    def _start(self) -> None:
-        bucket = self.layout.buckets[self._begun]
-        for slot in self._slots[self._begun]:
+    def _start_all(self, queue: Queue) -> None:
+        while queue.begun < len(queue.buckets):
+            self._start(queue)
+
+    def _start(self, queue: Queue) -> None:
+        number = queue.buckets[queue.begun]
+        bucket = self.layout.buckets[number]
+        for slot in self._slots[number]:
             if not self.sink_of(slot).seen:
                 self.memory.missing(slot, bucket)
-        self._begun += 1
+        queue.begun += 1
+        self._left.add(number)
         self._make_way(bucket)
-        window, add = self.memory.leave(bucket), self.rounds and not self._first
+        window, add = self.memory.leave(bucket), self.rounds and number in self._summed
+        self._summed.add(number)
         loan = bucket.grad.fetch() if add else bucket.grad.blank()
         shard, into = bucket.group.shard, loan.values
         if shard.size == 1:
@@ -152,7 +194,7 @@ class Reducer:
             pending = collectives.start_reduce_scatter(window, shard, wire=self.wire)
         else:
             pending = collectives.start_reduce_scatter(window, shard, wire=self.wire, into=into, add=add)
-        complete = self._rounds_left <= 1 and not later_sums(bucket)
+        complete = (queue.passes <= 1 or not self.rounds) and not later_sums(bucket)
         self._travelling.append(Travelling(bucket, window, pending, loan, add, complete))
         at_hand = not add or isinstance(bucket.grad, InMemory)
         if self.rounds and at_hand and shard.size == 1 and not early_sum(bucket):
@@ -199,27 +241,27 @@ class Reducer:
             self._squares[bucket] = squares(loan.values)
         loan.store()
 
-    def pass_ended(self) -> None:
-        """A micro-batch's backward is over; where that is a round, what is left of it leaves."""
+    def pass_ended(self, chunk: int = 0) -> None:
+        """A chunk's backward of a micro-batch is over; where that is a round, what is left of it leaves."""
         self._ended += 1
-        if self.rounds:
-            self.flush()
-            self._first = False
-            self._rounds_left -= 1
-            self._begin_round()
+        for queue in self._queues.values() if self.rounds else ():
+            if chunk in queue.chunks:
+                self._flush(queue)
+                queue.passes -= 1
+                self._begin_round(queue)
 
-    def flush(self) -> None:
+    def _flush(self, queue: Queue) -> None:
         """No more gradients will come in this round: what never got one counts as zero, and every bucket leaves."""
-        while self._begun < len(self.layout.buckets):
-            self._start()
-        for sink in self.sinks if self.dynamic or self._learning else ():
+        self._start_all(queue)
+        for sink in queue.sinks if self.dynamic or self._learning else ():
             uses = -(-(sink.seen + sink.late) // self._passes)
             sink.uses = uses if self.dynamic else max(sink.uses, uses)
 
-    def all_passes_ended(self, chunk: int = 0) -> None:
-        """The step's backwards are over; gradients that are kept in full leave."""
-        if not self.rounds:
-            self.flush()
+    def all_passes_ended(self, chunk: int | None = None) -> None:
+        """The step's backwards, or those of one chunk, are over; gradients that are kept in full leave."""
+        for queue in self._queues.values() if not self.rounds else ():
+            if chunk is None or queue.chunks == (chunk,):
+                self._flush(queue)
 
     def finish(self) -> list[Gradient]:
         """Each bucket's slice of the summed gradients, in bucket order."""
@@ -266,7 +308,7 @@ class Reducer:
 
     def is_late(self, sink: Sink) -> bool:
         """Whether a contribution would come after its parameter, or a part of it, has left."""
-        return any(number < self._begun for number in self._buckets_of.get(sink.slot, ()))
+        return any(number in self._left for number in self._buckets_of.get(sink.slot, ()))
 
     def _keep_what_others_left(self) -> None:
         for slot, grad in left(self._sinks):
