@@ -25,7 +25,6 @@ from threed.arguments import GROUPS, format_problems, load_checked
 from threed.config import ConfigError, key_name
 
 ROOT = Path(__file__).resolve().parents[1]
-PRESETS = ROOT / "pretrain" / "presets"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLE, WRAPPING = ROOT / "examples" / "custom_model.py", ROOT / "examples" / "wrap_transformers.py"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -141,9 +140,13 @@ def check_command(words: list[str]) -> None:
     if program == "make":
         assert {word for word in rest if "=" not in word} <= make_targets(), words
     elif program == "torchrun":
-        at = next(i for i, word in enumerate(rest) if word.endswith(".py"))
+        at = next(i for i, word in enumerate(rest) if word.endswith(".py") or word == "-m")
         check_launch(rest[:at])
-        check_training(rest[at], rest[at + 1 :], world_of(rest[:at]))
+        if rest[at] == "-m":
+            assert rest[at + 1 : at + 3] == ["threed", "train"], words
+            check_tool(rest[at + 2 :], world_of(rest[:at]))
+        else:
+            check_training(rest[at], rest[at + 1 :], world_of(rest[:at]))
     elif program == "threed":
         check_tool(rest)
     elif program == "python" and rest[:2] == ["-m", "pytest"]:
@@ -175,14 +178,15 @@ def world_of(flags: list[str]) -> int:
 def check_training(script: str, flags: list[str], world: int) -> None:
     assert (ROOT / script).is_file(), script
     arch = "llama" if "llama" in script else "gpt"
-    load_checked(flags, defaults={"model": {"arch": arch}}, presets=PRESETS, world_size=world)
+    load_checked(flags, defaults={"model": {"arch": arch}}, world_size=world)
 
 
-def check_tool(words: list[str]) -> None:
-    if words[0] == "plan":
-        load_checked(words[1:], defaults={}, presets=PRESETS, world_size=1)
+def check_tool(words: list[str], world: int = 1) -> None:
+    if words[0] in ("train", "plan"):
+        arch = words.pop(1) if words[1] in ("gpt", "llama") else "gpt"
+        load_checked(words[1:], defaults={"model": {"arch": arch}}, world_size=world)
     elif words[0] == "verify":
-        load_checked(cli._parser().parse_known_args(words)[1], defaults={}, presets=PRESETS, world_size=1)
+        load_checked(cli._parser().parse_known_args(words)[1], world_size=1)
     else:
         cli._parser().parse_args(words)
 
@@ -198,7 +202,7 @@ def test_make_train_runs_the_command_of_the_readme() -> None:
 def test_the_report_of_problems_is_a_real_one() -> None:
     flags = "--preset tiny --optim.lrr 1e-3 --parallel.tp 3 --parallel.sequence false".split()
     with pytest.raises(ConfigError) as caught:
-        load_checked(flags, presets=PRESETS, world_size=3)
+        load_checked(flags, world_size=3)
     assert f"```text\n{format_problems(caught.value.problems)}\n```" in (ROOT / "README.md").read_text()
 
 

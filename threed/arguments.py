@@ -1,6 +1,6 @@
 """The command line and TOML files: read into a `Config`, explained by `--help`, written back.
 
-    config, options = load(sys.argv[1:], presets=Path("pretrain/presets"))
+    config, options = load(sys.argv[1:])
     config, options = load_checked(...)          # the same, with the combinations of `threed.checks` in one report
 
 Layers, later ones win: the program's defaults, the preset or TOML file, the flags. Phases: split the tokens, note every
@@ -31,6 +31,7 @@ from threed.values import Takes
 GROUPS: Mapping[str, type[BaseModel]] = {
     name: info.annotation for name, info in Config.model_fields.items() if isinstance(info.annotation, type)
 }
+PRESETS = Path(__file__).with_name("presets")
 _WORDS = ("preset", "config", "world-size")
 _SWITCHES = ("dry-run", "help")
 
@@ -65,11 +66,12 @@ class _Draft:
 
 
 def load(
-    argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]] | None = None, presets: Path
+    argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]] | None = None, presets: Path = PRESETS
 ) -> tuple[Config, Options]:
     """Read the command line; raises ConfigError with every problem of every key at once.
 
-    `defaults` are the program's own, {group: {key: value}}; `presets` is the folder of the named TOML files.
+    `defaults` are the program's own, {group: {key: value}}; `presets` is the folder of the named TOML files, by default
+    the package's.
     With `--help` nothing but the defaults is read, and `Options.help` is set.
     """
     config, options, draft = _read(argv, defaults or {}, presets)
@@ -82,7 +84,7 @@ def load_checked(
     argv: list[str],
     *,
     defaults: Mapping[str, Mapping[str, Any]] | None = None,
-    presets: Path,
+    presets: Path = PRESETS,
     world_size: int,
     local_world: int | None = None,
 ) -> tuple[Config, Options]:
@@ -117,13 +119,14 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def help_text(config: Config, prog: str, *, presets: Path | None = None, width: int | None = None) -> str:
+def help_text(config: Config, prog: str, *, width: int | None = None) -> str:
     """Every key with its meaning and its value in `config` as the default, in groups, wrapped to `width` columns."""
     width = width or min(110, shutil.get_terminal_size().columns)
-    usage = f"usage: torchrun --standalone --nproc-per-node N {prog} [--preset NAME | --config FILE.toml] [--dry-run] "
+    start = "" if prog.startswith("threed ") else "torchrun --standalone --nproc-per-node N "
+    usage = f"usage: {start}{prog} [--preset NAME | --config FILE.toml] [--dry-run] "
     usage += "[--world-size N] [--group.key value …]"
     about = [
-        ("--preset NAME", "start from a preset" + (f": {', '.join(_preset_names(presets))}" if presets else "")),
+        ("--preset NAME", f"start from a preset: {', '.join(_preset_names(PRESETS))}"),
         ("--config FILE.toml", "start from a TOML file, such as the config.toml of a run"),
         ("--dry-run", "check everything, print rank map, bytes and bubble, and end"),
         ("--world-size N", "ranks to assume in a dry run"),
