@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests import hf_models, mutants
+from tests import hf_models, house, mutants
 from tests.harness import run_ranks, run_script
 from threed import cli, schedules
 from threed.arguments import GROUPS, format_problems, load_checked
@@ -236,6 +236,16 @@ def test_pictures_of_plans_are_what_the_tool_draws(name: str, tmp_path: Path) ->
     drawn = tmp_path / "plan.svg"
     assert cli.main(["schedule", name, "--stages", "4", "--microbatches", "8", "--svg", str(drawn)]) == 0
     assert (ROOT / "docs" / "images" / f"{name}.svg").read_text() == drawn.read_text()
+
+
+def test_the_picture_of_the_house_is_new_and_shows_every_room() -> None:
+    drawn = house.draw()
+    assert house.PICTURE.read_text() == drawn, "stale: python -m tests.house"
+    rooms = {
+        path.stem for path in (ROOT / "threed").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    for room in rooms - {"__init__", "__main__"}:
+        assert f">{room}</text>" in drawn
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs" / "images").iterdir()), ids=lambda path: path.name)
