@@ -103,11 +103,9 @@ def draw() -> str:
     roof = ' text-anchor="middle" font-weight="600" fill="#1f2937"'
     small = ' text-anchor="middle" fill="#6b7280"'
     bottom = ' text-anchor="middle" fill="#ffffff"'
+    size = f'viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" height="{height:g}"'
     head = [
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" height="{height:g}" '
-            f'font-family="{SANS}" role="img" aria-labelledby="t">'
-        ),
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{SANS}" role="img" aria-labelledby="t">',
         f'<title id="t">The house: {len(STYLES)} floors of threed; imports go down only</title>',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
         '<path d="M 14 118 L 524 12 L 1034 118 Z" fill="#f8e1e7" stroke="#c0395b" stroke-width="2"/>',

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests import hf_models, house, mutants
+from tests import hf_models, house, keys, mutants
 from tests.harness import run_ranks, run_script
 from threed import cli, schedules
 from threed.arguments import GROUPS, format_problems, load_checked
@@ -204,6 +204,11 @@ def test_the_report_of_problems_is_a_real_one() -> None:
     with pytest.raises(ConfigError) as caught:
         load_checked(flags, world_size=3)
     assert f"```text\n{format_problems(caught.value.problems)}\n```" in (ROOT / "README.md").read_text()
+
+
+def test_the_page_of_keys_is_new_and_has_them_all() -> None:
+    assert keys.PAGE.read_text() == keys.page(), "stale: python -m tests.keys"
+    assert set(re.findall(r"^\| `(--[\w.-]+)`", keys.page(), re.MULTILINE)) == KEYS
 
 
 # --------------------------------------------------------------------------------------------------- code and pictures

@@ -193,9 +193,9 @@ def _describe_bare(name: str, draft: _Draft) -> None:
     if info is None and name not in _WORDS:
         _describe_unknown(name, "", draft)
         return
-    takes = {"preset": "NAME", "config": "FILE.toml", "world-size": "N"}.get(name) or _takes(info)
+    expected = {"preset": "NAME", "config": "FILE.toml", "world-size": "N"}.get(name) or takes(info)
     draft.suspects.add(f"--{name}")
-    draft.problems.append(f"--{name}: its value is missing; write --{name} {takes}")
+    draft.problems.append(f"--{name}: its value is missing; write --{name} {expected}")
 
 
 def _find_file(words: dict[str, str], presets: Path, problems: list[str]) -> Path | None:
@@ -341,12 +341,14 @@ def _toml_value(value: Any) -> str:
 
 
 def _help_row(group: str, name: str, info: FieldInfo, values: BaseModel) -> tuple[str, str]:
-    value = getattr(values, name)
+    return f"{_flag(group, name)} {takes(info)}", f"{info.description} (default {written(name, getattr(values, name))})"
+
+
+def written(name: str, value: Any) -> str:
+    """The value of a field as a command line has it."""
     if name == "groups":  # the text of a group has commas and brackets of its own
-        default = "; ".join(str(item) for item in value) or "none"
-    else:
-        default = _toml_value(value).replace('"', "").replace("[", "").replace("]", "").replace(", ", ",")
-    return f"{_flag(group, name)} {_takes(info)}", f"{info.description} (default {default})"
+        return "; ".join(str(item) for item in value) or "none"
+    return _toml_value(value).replace('"', "").replace("[", "").replace("]", "").replace(", ", ",")
 
 
 def _help_rows(rows: list[tuple[str, str]], width: int) -> str:
@@ -363,7 +365,7 @@ def _help_rows(rows: list[tuple[str, str]], width: int) -> str:
     return "\n".join(lines)
 
 
-def _takes(info: FieldInfo | None) -> str:
+def takes(info: FieldInfo | None) -> str:
     """What stands for a field's value in the help: `N`, `true|false`, `fp32|bf16|…`."""
     found = [*(info.metadata if info else []), *_parts(info.annotation if info else None)]
     marks = [part.text for part in found if isinstance(part, Takes)]
