@@ -18,8 +18,8 @@ HEAD = """# All keys
 What a run can be told, with the value that a key has when nobody says anything. `threed train --help` prints the same.
 This page is made from `threed/config.py` by `python -m tests.keys`; a test fails when it is out of date.
 
-A key is `--group.key value` on the command line, and `key = value` under `[group]` in a TOML file (`--config FILE.toml`). The
-preset or the file is read first, then the flags; of a repeated flag the last one wins. In Python a hyphen is an
+A key is `--group.key value` as a flag, and `key = value` under `[group]` in a TOML file (`--config FILE.toml`).
+The preset or the file is read first, then the flags; of a repeated flag the last one wins. In Python a hyphen is an
 underscore: `config.train.global_batch`.
 
 *Not yet* names values that are known, and refused by this version.
