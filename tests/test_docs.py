@@ -149,6 +149,14 @@ def check_command(words: list[str]) -> None:
             check_training(rest[at], rest[at + 1 :], world_of(rest[:at]))
     elif program == "threed":
         check_tool(rest)
+    elif program == "pip":
+        assert rest[0] == "install", words
+    elif program == ".":
+        assert rest == [".venv/bin/activate"], words
+    elif program == "python" and rest[:2] == ["-m", "venv"]:
+        assert rest[2:] == [".venv"], words
+    elif program == "python" and rest[0] == "-m" and rest[1].startswith("tests."):
+        importlib.import_module(rest[1])
     elif program == "python" and rest[:2] == ["-m", "pytest"]:
         assert all((ROOT / word).exists() for word in rest if "/" in word), words
     elif program == "python" and rest[0] == "tests/mutants.py":
@@ -262,6 +270,17 @@ def test_pictures_are_plain_svg_and_used(path: Path) -> None:
         assert element.tag.rpartition("}")[2] in {"svg", "title", "g", "rect", "text", "line", "path", "circle"}
         assert not [name for name in element.attrib if name.startswith("on") or name.endswith("href")]
     assert any(f"images/{path.name}" in other.read_text() for other in PAGES)
+
+
+@page
+def test_lines_of_prose_fit_a_screen(path: Path) -> None:
+    if path.name not in ("CHANGELOG.md", "decisions.md"):  # written as they come, an entry a line
+        assert [line for line in prose(path).splitlines() if len(line) > 160 and not line.startswith("|")] == []
+
+
+def test_the_index_has_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert [path.name for path in PAGES if f"({path.name})" not in index and path.parent.name == "docs"] == ["index.md"]
 
 
 def test_the_changelog_keeps_its_form() -> None:
