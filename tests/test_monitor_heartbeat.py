@@ -142,9 +142,11 @@ while True:
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as writer:
         try:
             deadline = time.monotonic() + 120
-            while not read_all(tmp_path) and time.monotonic() < deadline:
+            while not (seen := [read_all(tmp_path)])[0] and time.monotonic() < deadline:
                 time.sleep(0.01)
-            seen = [read_all(tmp_path) for _ in range(3000)]
+            # At least 3000 times, and until the writer had a turn on a busy machine.
+            while len(seen) < 3000 or (seen[-1] == seen[0] and time.monotonic() < deadline):
+                seen.append(read_all(tmp_path))
         finally:
             writer.kill()
     whole = [beat for (beat,) in seen if beat["step"]]

@@ -236,7 +236,7 @@ def check_slice_is_freed() -> None:
     slice_of = StorageWeakRef(kept.value.untyped_storage())  # type: ignore[union-attr]
     whole = keeper.take(kept)
     assert torch.equal(whole, x)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not slice_of.expired() and time.monotonic() < end:
         time.sleep(0.01)  # gloo's thread lets go of what it sent a moment after it has arrived
     assert slice_of.expired()

@@ -1,6 +1,6 @@
 """From a command line to a run: parse, check everything, then topology -> model -> engine -> trainer.
 
-    sys.exit(launch.main(sys.argv[1:], defaults={"model": {"arch": "gpt"}}, presets=folder, prog="pretrain/gpt.py"))
+    sys.exit(launch.main(sys.argv[1:], arch="gpt", prog="pretrain/gpt.py"))
 
 All that can be found wrong is found before any process group is made, reported at once by local rank 0, and ends the
 program with exit code 2.
@@ -37,47 +37,49 @@ from threed.trainer import Trainer, resuming_flags
 _interrupted = threading.Event()
 
 
-def main(argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]], presets: Path, prog: str) -> int:
+def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
     """Trains as the command line says; the exit code: 0, or 2 when something about it is wrong.
+
+    prog: what follows `torchrun` to come here again. arch: the architecture where neither file nor flag names one.
 
     An interrupt (Ctrl-C) is answered by one line, and ends the process as it would have without.
     """
     process.die_with_parent()
     try:
-        return _run(argv, defaults, presets, prog)
+        return _run(argv, {"model": {"arch": arch}} if arch else {}, prog)
     except KeyboardInterrupt as interrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher passes on what the terminal sent already
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        if _local_rank() == 0:
             print(f"threed: interrupted; {interrupt or 'nothing was begun yet'}", flush=True)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         raise
 
 
-def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: Path, prog: str) -> int:
-    world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) -> int:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     local_world = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
     try:
-        config, options = _load(argv, defaults, presets, world, local_world)
+        config, options = _load(argv, defaults, world, local_world)
         if options.help:
-            return _say(help_text(config, prog, presets=presets), local)
+            return _say(help_text(config, prog))
         world = options.world_size or world
         data = _open(config)
         config, forecast = _checked(config, data, world)
     except ConfigError as error:
-        return _refuse(format_problems(error.problems), local)
+        return refuse(format_problems(error.problems))
     problems = _problems_here(config, forecast)
     if options.dry_run:  # of a run on another machine, perhaps: what is in the way on this one is only said
-        return _say("\n".join([forecast.text(), *(f"here       {problem}" for problem in problems)]), local)
+        return _say("\n".join([forecast.text(), *(f"here       {problem}" for problem in problems)]))
     if options.world_size is not None:
         problems = ["--world-size goes with --dry-run; torchrun sets the world size of a run"]
     if problems:
-        return _refuse(format_problems(problems), local)
+        return refuse(format_problems(problems))
     try:
-        _train(config, data, [prog, *argv])
+        _train(config, data, [*prog.split(), *argv])
         code = 0
     except CheckpointError as error:  # the same on every rank
-        code = _refuse(f"threed: {error}", local)
+        code = refuse(f"threed: {error}")
     except SwapError as error:  # this rank's drive alone, perhaps: it speaks for itself, and the others end with it
         print(f"threed: {error}", file=sys.stderr, flush=True)
         code = 2
@@ -114,15 +116,15 @@ def _how_to_go_on(config: Config) -> str:
 
 
 def _load(
-    argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: Path, world: int, local_world: int | None
+    argv: list[str], defaults: Mapping[str, Mapping[str, Any]], world: int, local_world: int | None
 ) -> tuple[Config, Options]:
     """The configuration; or ConfigError with all its problems, and those of the data it names where that is clear."""
     try:
-        return load_checked(argv, defaults=defaults, presets=presets, world_size=world, local_world=local_world)
+        return load_checked(argv, defaults=defaults, world_size=world, local_world=local_world)
     except ConfigError as error:
         problems = error.problems
     try:
-        d = load(argv, defaults=defaults, presets=presets)[0].data
+        d = load(argv, defaults=defaults)[0].data
         problems = problems + find_data_problems(d.path, d.tokenizer, d.split)
     except ConfigError:
         pass  # what does not parse is among the problems already
@@ -138,15 +140,20 @@ def train(config: Config, data: Data, command: list[str]) -> None:
     Trainer(engine, data, command).run()
 
 
-def _say(text: str, local: int) -> int:
-    if local == 0:
+def _local_rank() -> int:
+    """This process among those of its machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _say(text: str) -> int:
+    if _local_rank() == 0:
         print(text)
     return 0
 
 
-def _refuse(text: str, local: int) -> int:
+def refuse(text: str) -> int:
     """Exit code 2; the other ranks wait for local rank 0 to speak, for a launcher ends all ranks with the first."""
-    if local == 0:
+    if _local_rank() == 0:
         print(text, file=sys.stderr, flush=True)
     else:
         time.sleep(5)
