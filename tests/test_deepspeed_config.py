@@ -9,6 +9,7 @@ import pytest
 
 from threed.config import ConfigError
 from threed.ds_config import ModelFacts, Translation, keys, translate
+from threed.ds_config.section import Table
 from threed.precision import LossScale
 
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -116,7 +117,7 @@ def test_other_optimizers_are_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "text"),
     [
-        ({"type": "AdanW"}, "optimizer.type: no such optimizer"),
+        ({"type": "AdanW"}, 'optimizer.type: "AdanW" is not known: use AdamW, Adam, SGD or Lion'),
         ({"params": {}}, "optimizer.type: not given"),
         ({"type": "AdamW", "params": {"lr": "auto"}}, 'optimizer.params.lr: "auto" is filled in by a trainer'),
         ({"type": "AdamW", "params": {"lr": 0}}, "optimizer.params.lr: 0 must be more than 0"),
@@ -281,7 +282,7 @@ def test_zero_that_is_refused(zero: Any, text: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ all keys
 
-PLACES: dict[tuple[str, ...], keys.Table] = {
+PLACES: dict[tuple[str, ...], Table] = {
     (): keys.TOP, ("zero_optimization",): keys.ZERO, ("activation_checkpointing",): keys.ACTIVATION_CHECKPOINTING,
     ("fp16",): keys.FP16, ("bf16",): keys.BF16, ("data_types",): keys.DATA_TYPES, ("checkpoint",): keys.CHECKPOINT,
     ("compile",): keys.COMPILE, ("tensor_parallel",): keys.TENSOR_PARALLEL,

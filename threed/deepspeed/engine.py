@@ -1,4 +1,4 @@
-"""A `threed.Engine` with DeepSpeed's manners: forward, backward and step are calls of their own.
+"""A `threed.Engine` with DeepSpeed's interface: forward, backward and step are calls of their own.
 
 engine = DeepSpeedEngine(model, topology, translation)
 loss = engine(**batch).loss ; engine.backward(loss) ; engine.step()        # or engine.train_batch(iterator)
@@ -30,7 +30,7 @@ LATEST = "latest"  # the file with the newest checkpoint's tag
 
 
 class DeepSpeedEngine:
-    """A `threed.Engine` with DeepSpeed's manners; what it has not itself is looked up in the module.
+    """A `threed.Engine` with DeepSpeed's interface; what it has not itself is looked up in the module.
 
     engine: the one inside. metrics: of the last step. micro_steps: calls of `step` so far. notes: what `initialize` had
     to say.
