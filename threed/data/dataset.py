@@ -127,10 +127,8 @@ def _check_split(split: float) -> None:
 
 
 def _check_path(path: str | None) -> None:
-    if path is None:
-        return
-    where = Path(path).expanduser()
-    if is_megatron(where):
+    where = None if path is None else Path(path).expanduser()
+    if where and is_megatron(where):
         open_tokens(where)
         return
     for file in _find(where).files:
@@ -164,10 +162,7 @@ def _text_sha256(source: TextSource, folder: Path) -> str:
     def read(_: Path) -> dict[str, Any]:
         return {"sha256": source.sha256()}
 
-    on_disk = any(file.path for file in source.files)
-    stamp, newest = source.stamp()
-    record = _known(folder, stamp, newest, read) if on_disk else read(folder)
-    return str(record["sha256"])
+    return str(_known(folder, *source.stamp(), read)["sha256"])
 
 
 def _known(folder: Path, stamp: str, newest: float, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ Use: `source = find_text("data/")` for a .txt, a .jsonl (key "text") or a folder
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -29,20 +28,19 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TextFile:
-    """A named file of a corpus: on disk at `path`, or in memory as `content`."""
+    """A named file of a corpus."""
 
     name: str
-    path: Path | None = None
-    content: bytes = b""
+    path: Path
 
     def open(self) -> BinaryIO:
-        """Open for reading."""
-        return self.path.open("rb") if self.path else io.BytesIO(self.content)
+        """Opens it for reading."""
+        return self.path.open("rb")
 
     @property
     def size(self) -> int:
         """Bytes."""
-        return self.path.stat().st_size if self.path else len(self.content)
+        return self.path.stat().st_size
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class TextSource:
 
     def stamp(self) -> tuple[str, float]:
         """Describe the files as the file system sees them, without reading; and when the newest changed (Unix time)."""
-        return stamp_files([(file.name, file.path) for file in self.files if file.path])
+        return stamp_files([(file.name, file.path) for file in self.files])
 
 
 def find_text(path: Path) -> TextSource:
@@ -183,7 +181,7 @@ def _read_jsonl(file: TextFile) -> Iterator[Piece]:
     with file.open() as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip(BLANK):
-                text = _text_of(line, f"{file.path or file.name}, line {number}")
+                text = _text_of(line, f"{file.path}, line {number}")
                 if text:
                     yield Piece(text.encode("utf-8", errors="replace"), ends=True)
 
