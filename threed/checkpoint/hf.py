@@ -24,15 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from threed.atomic import building_place, publish, write_text
 from threed.checkpoint import native
-from threed.checkpoint.files import (
-    CheckpointError,
-    building_place,
-    check_space,
-    publish,
-    stream_tensors,
-    write_text,
-)
+from threed.checkpoint.files import CheckpointError, check_space, stream_tensors
 from threed.config import Config, ModelConfig, resolve
 from threed.data.tokenizer import Tokenizer
 from threed.precision import DTYPES

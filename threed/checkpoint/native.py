@@ -24,18 +24,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from threed import collectives
+from threed.atomic import building_place, publish, write_text
 from threed.buffers import of_bytes
 from threed.checkpoint import fit
 from threed.checkpoint.extras import Extras
-from threed.checkpoint.files import (
-    CheckpointError,
-    building_place,
-    check_space,
-    publish,
-    sha256,
-    stream_tensors,
-    write_text,
-)
+from threed.checkpoint.files import CheckpointError, check_space, sha256, stream_tensors
 from threed.config import Config
 from threed.sharding import Box, Piece, intersect
 from threed.topology import Axis, Topology

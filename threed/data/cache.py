@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from threed.checkpoint.files import sync
+from threed.atomic import sync
 
 ABANDONED_S = 86400.0
 

@@ -11,12 +11,9 @@ last the number of sequences.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-import secrets
 import struct
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from threed.checkpoint.files import sync
+from threed.atomic import building
 from threed.data.encode import encode
 from threed.data.sources import find_text
 from threed.data.tokenizer import Tokenizer, Tokens, token_dtype
@@ -133,7 +130,8 @@ def tokenize_to_megatron(src: Path | str, dst_prefix: Path | str, tokenizer: Tok
     for final in finals:
         if final.exists():
             raise ValueError(f"{final} exists. Remove it, or choose another name")
-    with _written(finals) as (data, index_file):
+    # The index comes last: a pair without it is refused, so no moment shows half a data set as a whole one.
+    with building(*finals) as (bin_path, idx_path), bin_path.open("xb") as data, idx_path.open("xb") as index_file:
         writer = MegatronWriter(data, token_dtype(tokenizer.vocab_size))
         for tokens, ends in encode(source.pieces(), tokenizer):
             writer.add(tokens)
@@ -189,28 +187,6 @@ class MegatronWriter:
         if length:
             self._lengths.append(length)
             self._begin += length
-
-
-@contextlib.contextmanager
-def _written(finals: tuple[Path, Path]) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open two scratch files beside `finals`; flush and rename them at the end, or remove them after an error.
-
-    The index comes last: a pair without it is refused, so no moment shows half a data set as a whole one.
-    """
-    for final in finals:
-        final.parent.mkdir(parents=True, exist_ok=True)
-    mark = secrets.token_hex(8)
-    scratch = [final.with_name(f"{final.name}.{mark}.writing") for final in finals]
-    try:
-        with scratch[0].open("xb") as data, scratch[1].open("xb") as index:
-            yield data, index
-        for path, final in zip(scratch, finals, strict=True):
-            sync(path)
-            path.rename(final)
-        sync(finals[0].parent)
-    finally:
-        for path in scratch:
-            path.unlink(missing_ok=True)
 
 
 def _dtype_of(path: Path, version: int, code: int) -> np.dtype[Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from threed import collectives
-from threed.checkpoint import files
+from threed.atomic import building
 from threed.deepspeed.data import repeat, to_device
 from threed.deepspeed.views import OptimizerView
 from threed.ds_config import Translation
@@ -252,7 +252,8 @@ class DeepSpeedEngine:
             raise ValueError(f"ranks save under different tags: {', '.join(sorted(tags))}")
         self.engine.save(Path(save_dir) / tag, {"client_state": dict(client_state or {})})
         if everyone.index == 0:
-            files.write_text(Path(save_dir) / LATEST, tag)
+            with building(Path(save_dir) / LATEST) as (scratch,):
+                scratch.write_text(tag, encoding="utf-8")
         collectives.barrier(everyone)  # nobody leaves before `latest` is there
         return True
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from threed.atomic import building
 from threed.monitor import metrics
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -186,11 +186,9 @@ def save_figure_data(run_dir: str | Path, **data: Any) -> Path:
     JSON.
     """
     path = Path(run_dir) / "figures" / "data.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(load_figure_data(run_dir) | data, indent=1, allow_nan=False)
-    temporary = path.with_name("data.json.tmp")
-    temporary.write_text(text + "\n")
-    os.replace(temporary, path)
+    with building(path) as (scratch,):
+        scratch.write_text(text + "\n")
     return path
 
 

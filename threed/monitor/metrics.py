@@ -26,6 +26,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from threed.atomic import building
+
 NON_FINITE = "non_finite"
 
 
@@ -93,12 +95,8 @@ class MetricsFile:
         return len(lines) - len(kept)
 
     def _replace(self, content: bytes) -> None:
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        with building(self.path) as (scratch,):
+            scratch.write_bytes(content)
         os.close(self._fd)
         self._fd = _open_mended(self.path)
 
