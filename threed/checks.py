@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from threed.config import Config, ConfigError, derive_dp, key_name
+from threed.config import Config, ConfigError, ModelConfig, derive_dp, key_name
+from threed.schedules import available
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Refusal:
 REFUSALS = (
     Refusal("parallel", "cp", (1,), "context parallelism"),
     Refusal("parallel", "ep", (1,), "expert parallelism"),
-    Refusal("parallel", "schedule", ("1f1b", "gpipe"), "this schedule"),
+    Refusal("parallel", "schedule", available(), "this schedule"),
     Refusal("parallel", "chunks", (None, 1), "more than one model chunk on a rank"),
     Refusal("parallel", "partition", ("balanced", "uniform"), "partition by measured cost", ("measured",)),
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
@@ -164,10 +165,15 @@ def _check_offload(config: Config) -> Iterator[str]:
         yield "--zero.delayed-update true works on optimizer states in host memory: use --zero.offload-optimizer cpu"
 
 
+def heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
+    """Whether attention can be cut over tp ranks: whole groups of heads, and key/value heads shared by whole ranks."""
+    return heads % kv_heads == 0 and heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
 def _check_heads(config: Config) -> Iterator[str]:
     model, tp = config.model, config.parallel.tp
     kv_heads = model.kv_heads or model.heads
-    fits = [n for n in _divisors(model.heads) if kv_heads % n == 0 or n % kv_heads == 0]
+    fits = [n for n in _divisors(model.heads) if heads_fit(model.heads, kv_heads, n)]
     if model.heads % kv_heads:
         usable = _listed(_divisors(model.heads))
         yield f"--model.kv-heads {kv_heads} does not divide --model.heads {model.heads}: use {usable}"
@@ -263,22 +269,23 @@ def _check_run(config: Config) -> Iterator[str]:
         yield f"--optim.min-lr {optim.min_lr:g} is above --optim.lr {optim.lr:g}: use at most {optim.lr:g}"
 
 
+def export_limits(model: ModelConfig) -> Iterator[str]:
+    """What of a model, resolved or not, the Hugging Face layout of its architecture cannot express."""
+    heads, kv_heads, hidden = model.heads, model.kv_heads or model.heads, model.hidden
+    if model.arch == "gpt":
+        if kv_heads != heads:
+            yield f"--model.kv-heads {kv_heads} for {heads} heads"
+        if model.head_dim and model.head_dim * heads != hidden:
+            yield f"--model.head-dim {model.head_dim} for {heads} heads and width {hidden}"
+    elif model.qk_norm and model.bias:
+        yield "--model.bias true with --model.qk-norm true"
+    elif not model.qk_norm and hidden % heads:
+        yield f"--model.hidden {hidden}, which is no multiple of the number of heads ({heads})"
+
+
 def _check_export(config: Config) -> Iterator[str]:
-    """What Hugging Face's layouts cannot express."""
-    model = config.model
-    if not config.checkpoint.export_hf:
-        return
-    wanted = "the Hugging Face layout has none of that: drop it, or use --checkpoint.export-hf false"
-    if model.arch == "llama":
-        if model.hidden % model.heads:
-            yield f"--model.hidden {model.hidden} is no multiple of --model.heads {model.heads}: {wanted}"
-        if model.qk_norm and model.bias:
-            yield f"--model.qk-norm true with --model.bias true: {wanted}"
-        return
-    if model.kv_heads not in (None, model.heads):
-        yield f"--model.kv-heads {model.kv_heads} with --model.heads {model.heads}: {wanted}"
-    if model.head_dim is not None and model.head_dim * model.heads != model.hidden:
-        yield f"--model.head-dim {model.head_dim} × heads {model.heads} ≠ hidden {model.hidden}: {wanted}"
+    for limit in export_limits(config.model) if config.checkpoint.export_hf else ():
+        yield f"{limit}: the Hugging Face layout cannot express that; drop it, or use --checkpoint.export-hf false"
 
 
 def _check_vocab(config: Config, tokenizer_vocab: int | None) -> Iterator[str]:

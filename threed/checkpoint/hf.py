@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor
 from threed.atomic import building_place, publish, write_text
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, check_space, stream_tensors
+from threed.checks import export_limits
 from threed.config import Config, ModelConfig, resolve
 from threed.data.tokenizer import Tokenizer
 from threed.precision import DTYPES
@@ -130,33 +131,18 @@ def _llama_config(m: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _gpt2_lacks(m: ModelConfig) -> Iterator[str]:
-    if m.kv_heads != m.heads:
-        yield f"{m.kv_heads} key/value heads for {m.heads} heads"
-    if _letters(m)["d"] * m.heads != m.hidden:
-        yield f"{m.heads} heads of size {m.head_dim} for width {m.hidden}"
-
-
-def _llama_lacks(m: ModelConfig) -> Iterator[str]:
-    if m.qk_norm and m.bias:
-        yield "biases in the MLP of a model with norms on queries and keys"
-    if not m.qk_norm and m.hidden % m.heads:
-        yield f"a width ({m.hidden}) that is no multiple of the number of heads ({m.heads})"
-
-
 @dataclass(frozen=True)
 class Architecture:
-    """A layout: its rules, its configuration, and what models of ours it cannot express."""
+    """A layout: its rules and its configuration."""
 
     name: str
     rules: tuple[Rule, ...]
     config: Callable[[ModelConfig], dict[str, Any]]
-    lacks: Callable[[ModelConfig], Iterator[str]]
 
 
 ARCHITECTURES = {
-    "gpt": Architecture("GPT-2", GPT2_RULES, _gpt2_config, _gpt2_lacks),
-    "llama": Architecture("Llama and Qwen3", LLAMA_RULES, _llama_config, _llama_lacks),
+    "gpt": Architecture("GPT-2", GPT2_RULES, _gpt2_config),
+    "llama": Architecture("Llama and Qwen3", LLAMA_RULES, _llama_config),
 }
 
 
@@ -202,9 +188,8 @@ def entries(model: ModelConfig) -> list[Entry]:
     """Every tensor of the Hugging Face layout of a model, block by block; CheckpointError where it has no layout."""
     model = _resolved(model)
     kind = ARCHITECTURES[model.arch]
-    lacks = list(kind.lacks(model))
-    if lacks:
-        raise CheckpointError(f"the Hugging Face layout of {kind.name} cannot express {'; nor '.join(lacks)}")
+    if limits := list(export_limits(model)):
+        raise CheckpointError(f"the Hugging Face layout of {kind.name} cannot express {'; nor '.join(limits)}")
     has = {"": True, "bias": bool(model.bias), "untied": not model.tied, "qk_norm": model.qk_norm}
     letters = _letters(model)
     out = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from threed.schedules import draw
 from threed.schedules.action import Action, Kind, Plan
@@ -30,6 +30,7 @@ __all__ = [
     "Costs",
     "Kind",
     "Plan",
+    "ScheduleName",
     "Timeline",
     "available",
     "build",
@@ -46,19 +47,11 @@ __all__ = [
     "svg",
 ]
 
-NOT_YET = (
-    "interleaved",
-    "zb-h1",
-    "zb-h2",
-    "zb-v",
-    "v-half",
-    "v-min",
-    "zb-auto",
-    "chimera",
-    "dualpipe",
-    "dualpipev",
-    "2bw",
-)
+ScheduleName = Literal[
+    "1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera", "dualpipe",
+    "dualpipev", "2bw",
+]  # fmt: skip
+"""All names that a configuration may give; those that cannot be built so far are in NOT_YET."""
 
 
 class _Entry(NamedTuple):
@@ -68,6 +61,7 @@ class _Entry(NamedTuple):
 
 # The one thing here that changes after import, and only by `register`: names exist per process, like imported modules.
 _SCHEDULES = {"gpipe": _Entry(gpipe, 1), "1f1b": _Entry(one_f_one_b, 1)}
+NOT_YET = tuple(name for name in get_args(ScheduleName) if name not in _SCHEDULES)
 
 
 def available() -> tuple[str, ...]:
