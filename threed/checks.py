@@ -69,15 +69,8 @@ def find_problems(
         machines = local_world not in (None, world_size)
         how = f"--nnodes × --nproc-per-node, now {local_world} on this machine" if machines else "--nproc-per-node"
         problems.append(f"{error} (torchrun {how})")
-    for check in (
-        _check_loss_scale,
-        _check_heads,
-        _check_arch,
-        _check_layers,
-        _check_sequence,
-        _check_run,
-        _check_export,
-    ):
+    alone = (_check_loss_scale, _check_heads, _check_arch, _check_layers, _check_sequence, _check_run, _check_export)
+    for check in alone:
         problems += check(config)
     problems += _check_batch(config, dp)
     problems += _check_shard_size(config, dp)
@@ -133,34 +126,24 @@ def _check_shard_size(config: Config, dp: int | None) -> Iterator[str]:
 
 def _check_offload(config: Config) -> Iterator[str]:
     zero = config.zero
+    stage = f"with --zero.stage {zero.stage}"
     if zero.offload_optimizer != "none" and zero.stage == 0:
-        yield (
-            f"--zero.offload-optimizer {zero.offload_optimizer} with --zero.stage 0: it moves what ZeRO slices; "
-            "use --zero.stage 1, 2 or 3"
-        )
+        what = f"--zero.offload-optimizer {zero.offload_optimizer} {stage}"
+        yield f"{what}: it moves what ZeRO slices; use --zero.stage 1, 2 or 3"
     if zero.offload_params != "none" and zero.stage != 3:
-        yield (
-            f"--zero.offload-params {zero.offload_params} with --zero.stage {zero.stage}: parameters are whole "
-            "there; use --zero.stage 3"
-        )
-    to_nvme = [
-        flag
-        for flag, place in (
-            ("--zero.offload-optimizer", zero.offload_optimizer),
-            ("--zero.offload-params", zero.offload_params),
-            ("--recompute.offload", config.recompute.offload),
-        )
-        if place == "nvme"
-    ]
+        yield f"--zero.offload-params {zero.offload_params} {stage}: parameters are whole there; use --zero.stage 3"
+    places = {
+        "--zero.offload-optimizer": zero.offload_optimizer, "--zero.offload-params": zero.offload_params,
+        "--recompute.offload": config.recompute.offload,
+    }  # fmt: skip
+    to_nvme = [flag for flag, place in places.items() if place == "nvme"]
     if to_nvme and zero.nvme_path is None:
         yield f"{' nvme, '.join(to_nvme)} nvme: say where with --zero.nvme-path FOLDER, on a fast local drive"
     if zero.nvme_path is not None and not to_nvme:
         yield "--zero.nvme-path without anything offloaded to it: use --zero.offload-optimizer nvme, or leave it out"
     if zero.tile > 1 and zero.stage != 3:
-        yield (
-            f"--zero.tile {zero.tile} with --zero.stage {zero.stage}: tiles are gathered one at a time, and there is "
-            "nothing to gather; use --zero.stage 3, or leave it out"
-        )
+        why = "tiles are gathered one at a time, and there is nothing to gather"
+        yield f"--zero.tile {zero.tile} {stage}: {why}; use --zero.stage 3, or leave it out"
     if zero.delayed_update and zero.offload_optimizer != "cpu":
         yield "--zero.delayed-update true works on optimizer states in host memory: use --zero.offload-optimizer cpu"
 

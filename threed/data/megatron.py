@@ -54,7 +54,7 @@ class TokenizeSummary:
 
 
 def pair_of(path: Path) -> tuple[Path, Path]:
-    """Give (.bin, .idx) of a pair named by its prefix or by either file."""
+    """Returns (.bin, .idx) of a pair named by its prefix or by either file."""
     prefix = str(path)
     if prefix.endswith((".bin", ".idx")):
         prefix = prefix[:-4]
@@ -62,12 +62,12 @@ def pair_of(path: Path) -> tuple[Path, Path]:
 
 
 def is_megatron(path: Path) -> bool:
-    """Say whether `path` names a pair: ends in .bin or .idx, or is the prefix of a file that does."""
+    """Returns whether `path` names a pair: ends in .bin or .idx, or is the prefix of a file that does."""
     return path.name.endswith((".bin", ".idx")) or (not path.exists() and any(p.exists() for p in pair_of(path)))
 
 
 def read_index(path: Path) -> MegatronIndex:
-    """Read an .idx, memory-mapped. Raises ValueError, saying what is wrong, when it is no sound index of tokens."""
+    """Reads an .idx, memory-mapped. Raises ValueError, saying what is wrong, when it is no sound index of tokens."""
     size = path.stat().st_size
     head = len(MAGIC) + HEADER.size
     with path.open("rb") as file:
@@ -92,7 +92,7 @@ def read_index(path: Path) -> MegatronIndex:
 
 
 def open_tokens(path: Path) -> Tokens:
-    """Memory-map all tokens of the pair at `path` (prefix or either file) as one flat run, in the file's dtype.
+    """Memory-maps all tokens of the pair at `path` (prefix or either file) as one flat run, in the file's dtype.
 
     Raises ValueError, saying what to do, when a file is missing, they do not fit together, or sequences are not stored
     one after the other.
@@ -118,7 +118,7 @@ def open_tokens(path: Path) -> Tokens:
 
 
 def tokenize_to_megatron(src: Path | str, dst_prefix: Path | str, tokenizer: Tokenizer) -> TokenizeSummary:
-    """Write the text at `src` (.txt, .jsonl or a folder of them) as a pair, one sequence a document.
+    """Writes the text at `src` (.txt, .jsonl or a folder of them) as a pair, one sequence a document.
 
     Every document ends with the tokenizer's end of text.
     Streams: memory does not grow with the text (some 30 MiB with bytes, 300 with a tokenizer.json), but for 12 bytes a
@@ -161,19 +161,19 @@ class MegatronWriter:
         return len(self._documents) - 1
 
     def add(self, tokens: Tokens) -> None:
-        """Append tokens to the open document."""
+        """Appends tokens to the open document."""
         self._data.write(tokens.astype(self.dtype, copy=False).tobytes())
         self.tokens += len(tokens)
         while self.tokens - self._begin > self._longest:
             self._end_sequence(self._longest)
 
     def end_document(self) -> None:
-        """End the open document."""
+        """Ends the open document."""
         self._end_sequence(self.tokens - self._begin)
         self._documents.append(len(self._lengths))
 
     def write_index(self, file: BinaryIO) -> None:
-        """Write the .idx for all ended documents."""
+        """Writes the .idx for all ended documents."""
         code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
         lengths = np.frombuffer(self._lengths, np.intc)
         offsets = np.zeros(len(lengths), dtype="<i8")

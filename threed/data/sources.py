@@ -62,21 +62,21 @@ class TextSource:
         return sum(file.size for file in self.files)
 
     def sha256(self) -> str:
-        """Hash every file's name and content, each preceded by its length."""
+        """Hashes every file's name and content, each preceded by its length."""
         return hash_files((file.name, file.size, file.open()) for file in self.files)
 
     def pieces(self) -> Iterator[Piece]:
-        """Give all documents, piece by piece. Raises ValueError naming file and line of a bad .jsonl line."""
+        """Returns all documents, piece by piece. Raises ValueError naming file and line of a bad .jsonl line."""
         for file in self.files:
             yield from read_pieces(file)
 
     def stamp(self) -> tuple[str, float]:
-        """Describe the files as the file system sees them, without reading; and when the newest changed (Unix time)."""
+        """Describes the files by what the file system says of them; and when the newest changed (Unix time)."""
         return stamp_files([(file.name, file.path) for file in self.files])
 
 
 def find_text(path: Path) -> TextSource:
-    """Give the source at `path`: a .txt, a .jsonl or a folder of them (recursively, sorted by name).
+    """Returns the source at `path`: a .txt, a .jsonl or a folder of them (recursively, sorted by name).
 
     Raises ValueError, saying what to do, when there is nothing to read.
     """
@@ -104,12 +104,12 @@ def find_text(path: Path) -> TextSource:
 
 
 def read_pieces(file: TextFile) -> Iterator[Piece]:
-    """Give the documents of one file: the lines of a .jsonl, else the whole file. Empty documents are skipped."""
+    """Returns the documents of one file: the lines of a .jsonl, else the whole file. Empty documents are skipped."""
     return _read_jsonl(file) if file.name.endswith(".jsonl") else _read_whole(file)
 
 
 def hash_files(files: Iterable[tuple[str, int, BinaryIO]]) -> str:
-    """Give the sha256 of (name, size in bytes, open file)s, names and contents each preceded by their length."""
+    """Returns the sha256 of (name, size in bytes, open file)s, names and contents each preceded by their length."""
     digest = hashlib.sha256()
     for name, size, stream in files:
         label = name.encode("utf-8", errors="surrogateescape")
@@ -121,7 +121,7 @@ def hash_files(files: Iterable[tuple[str, int, BinaryIO]]) -> str:
 
 
 def stamp_files(files: list[tuple[str, Path]]) -> tuple[str, float]:
-    """Hash names, places, sizes and times of files: the same stamp means unchanged contents, unless just written."""
+    """Hashes names, places, sizes and times of files: the same stamp means unchanged contents, unless just written."""
     digest, newest = hashlib.sha256(), 0.0
     for name, path in files:
         seen = path.stat()
@@ -132,7 +132,7 @@ def stamp_files(files: list[tuple[str, Path]]) -> tuple[str, float]:
 
 
 def _walk(folder: Path) -> list[str]:
-    """List the files under `folder`, links followed but never in a circle, hidden names left out."""
+    """Lists the files under `folder`, links followed but never in a circle, hidden names left out."""
     names: list[str] = []
     visited: set[str] = set()
     for here, folders, files in os.walk(folder, followlinks=True):
@@ -160,7 +160,7 @@ def _read_whole(file: TextFile) -> Iterator[Piece]:
 
 
 def _cut(data: bytes) -> int:
-    """Say where to cut so that a tokenizer sees whole lines, else whole words, else whole UTF-8 characters."""
+    """Returns where to cut so that a tokenizer sees whole lines, else whole words, else whole UTF-8 characters."""
     tail = len(data) - PIECE_BYTES
     line = data.rfind(b"\n", tail, len(data) - 1)
     # The white space before a word belongs to its token, so a new piece starts with the break, not with the word.

@@ -70,7 +70,7 @@ def available() -> tuple[str, ...]:
 
 
 def register(name: str, fn: Callable[..., Plan], chunks: int | None = 1) -> None:
-    """Make a schedule available by name.
+    """Makes a schedule available by name.
 
     `fn(stages, microbatches)` gives a plan with `chunks` chunks a rank. With chunks=None whoever builds it may
     choose, and then it is `fn(stages, microbatches, chunks)`, or without the last for its own default. Raises
@@ -82,7 +82,7 @@ def register(name: str, fn: Callable[..., Plan], chunks: int | None = 1) -> None
 
 
 def build(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Plan:
-    """Give the plan of a schedule: compute actions only, checked to be legal.
+    """Returns the plan of a schedule: compute actions only, checked to be legal.
 
     `stages` is the number of pipeline ranks; `chunks` the stages of the model that each holds (default: the
     schedule's own). Raises ValueError for a name that is not available, and for numbers the schedule cannot have.
