@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from threed.atomic import sync
+from threed.atomic import building_place, sync
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
@@ -69,6 +69,20 @@ def sha256(path: Path) -> str:
     """The hash of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
+    """Makes the empty folder that `path` is built in, and returns it. `mark`: a file that every folder of its kind has.
+
+    Raises CheckpointError where `path` is something of another kind, or the disk has not `nbytes` free.
+    """
+    if path.exists() and not (path / mark).is_file() and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(f"{path} exists and is no {kind}: it stays as it is; choose another name")
+    building = building_place(path)
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    check_space(building, nbytes)
+    return building
 
 
 def check_space(folder: Path, needed: int) -> None:

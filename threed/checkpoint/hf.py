@@ -26,7 +26,7 @@ from torch import Tensor
 
 from threed.atomic import building_place, publish, write_text
 from threed.checkpoint import native
-from threed.checkpoint.files import CheckpointError, check_space, stream_tensors
+from threed.checkpoint.files import CheckpointError, begin, stream_tensors
 from threed.checks import export_limits
 from threed.config import Config, ModelConfig, resolve
 from threed.data.tokenizer import Tokenizer
@@ -276,13 +276,10 @@ def export_hf(
     beside = {name: shape for name, (*_, shape) in reader.buffers.items()}  # the layouts have none
     _check_names({**reader.shapes, **beside}, our_shapes(table), str(checkpoint))
     _check_tokenizer(tokenizer, model)
-    _check_place(out)
     to = _dtype(dtype, reader)
-    building = building_place(out)
+    building, nbytes = building_place(out), sum(math.prod(entry.shape) for entry in table) * to.itemsize
     try:
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
-        check_space(building, sum(math.prod(entry.shape) for entry in table) * to.itemsize)
+        begin(out, "config.json", "Hugging Face folder", nbytes)
         _write_weights(building, table, reader, to, shard_bytes)
         _write_configs(building, model, to, tokenizer)
         publish(building, out)
@@ -299,11 +296,6 @@ def _check_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> None:
             f"the model has {model.vocab} tokens and tokenizer {tokenizer.name} has {tokenizer.vocab_size}:"
             " give the tokenizer that the model was trained with"
         )
-
-
-def _check_place(out: Path) -> None:
-    if out.exists() and not (out / "config.json").is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is no Hugging Face folder: it stays as it is; choose another name")
 
 
 def _dtype(name: str | None, reader: native.Reader) -> torch.dtype:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed.testing.compare import KEPT, Finding, Results, farthest, slices
+from threed.sharding import slices
+from threed.testing.compare import KEPT, Finding, Results, farthest
 from threed.testing.ranks import RanksFailed
 from threed.testing.watch import INPUT_GRADIENT, OUTPUT, Key
 from threed.topology import Axis
@@ -162,7 +163,7 @@ class Judge:
         first = found[0][1]
         if first.values is None:
             return first.what
-        want = Results(**self.truth["first"]).parts[first.kind][first.parameter][slices(first.box)]
+        want = Results(**self.truth["first"]).parts[first.kind][first.parameter][slices(*first.box)]
         copies: dict[int, Tensor] = {}
         for rank, f in found:
             if f.box == first.box and f.values is not None:
