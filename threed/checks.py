@@ -107,10 +107,8 @@ def _around(number: int, step: int) -> str:
 def _check_loss_scale(config: Config) -> Iterator[str]:
     dtype, scale = config.precision.dtype, config.precision.loss_scale
     if scale != "dynamic" and dtype != "fp16":
-        yield (
-            f"--precision.loss-scale {scale:g} with --precision.dtype {dtype}: only fp16 needs its loss scaled; "
-            f"leave it out, or use --precision.dtype fp16"
-        )
+        given = f"--precision.loss-scale {scale:g} with --precision.dtype {dtype}"
+        yield f"{given}: only fp16 needs its loss scaled; leave it out, or use --precision.dtype fp16"
 
 
 def _check_shard_size(config: Config, dp: int | None) -> Iterator[str]:
@@ -163,15 +161,11 @@ def _check_heads(config: Config) -> Iterator[str]:
     elif model.heads % tp:
         yield f"--model.heads {model.heads} is not divisible by --parallel.tp {tp}: use tp {_listed(fits)}"
     elif tp not in fits:
-        yield (
-            f"--model.kv-heads {kv_heads} and --parallel.tp {tp}: one must be a multiple of the other; "
-            f"use tp {_listed(fits)}"
-        )
+        rule = "one must be a multiple of the other"
+        yield f"--model.kv-heads {kv_heads} and --parallel.tp {tp}: {rule}; use tp {_listed(fits)}"
     if model.head_dim is None and model.hidden % model.heads:
-        yield (
-            f"--model.hidden {model.hidden} is not divisible by --model.heads {model.heads}: "
-            f"use hidden {_around(model.hidden, model.heads)}, or give --model.head-dim"
-        )
+        given, near = f"--model.hidden {model.hidden}", _around(model.hidden, model.heads)
+        yield f"{given} is not divisible by --model.heads {model.heads}: use hidden {near}, or give --model.head-dim"
 
 
 def _check_arch(config: Config) -> Iterator[str]:
@@ -201,10 +195,8 @@ def _check_layers(config: Config) -> Iterator[str]:
 def _check_sequence(config: Config) -> Iterator[str]:
     seq, tp = config.model.seq, config.parallel.tp
     if config.parallel.sequence is not False and seq % tp:
-        yield (
-            f"--model.seq {seq} is not divisible by --parallel.tp {tp}: use {_around(seq, tp)}, "
-            f"or turn sequence parallelism off with --parallel.sequence false"
-        )
+        off = "turn sequence parallelism off with --parallel.sequence false"
+        yield f"--model.seq {seq} is not divisible by --parallel.tp {tp}: use {_around(seq, tp)}, or {off}"
 
 
 def _check_recompute(config: Config) -> Iterator[str]:
@@ -219,10 +211,8 @@ def _check_recompute(config: Config) -> Iterator[str]:
     inputs = {"partition": r.partition, "offload": r.offload, "arena": r.arena}
     for key, value in inputs.items() if r.mode != "full" else ():
         if value not in (False, "none"):
-            yield (
-                f"--recompute.{key} {_as_written(value)} with --recompute.mode {r.mode}: it is about the inputs that "
-                f"recompute of whole layers keeps; use --recompute.mode full"
-            )
+            given = f"--recompute.{key} {_as_written(value)} with --recompute.mode {r.mode}"
+            yield f"{given}: it is about the inputs that recompute of whole layers keeps; use --recompute.mode full"
     if r.partition and tp == 1:
         yield "--recompute.partition true with --parallel.tp 1: there is no other rank to slice over; leave it out"
     if r.offload == "nvme" and r.arena:
@@ -235,19 +225,15 @@ def _check_batch(config: Config, dp: int | None) -> Iterator[str]:
         return
     smaller = max((n for n in range(1, micro) if batch % (n * dp) == 0), default=0)
     other = f", or --train.micro-batch {smaller}" if smaller else ""
-    yield (
-        f"--train.global-batch {batch} is not divisible by --train.micro-batch {micro} × dp {dp} = {micro * dp}: "
-        f"use {_around(batch, micro * dp)}{other}"
-    )
+    product, use = f"--train.micro-batch {micro} × dp {dp} = {micro * dp}", _around(batch, micro * dp)
+    yield f"--train.global-batch {batch} is not divisible by {product}: use {use}{other}"
 
 
 def _check_run(config: Config) -> Iterator[str]:
     train, optim = config.train, config.optim
     if train.stop_after is not None and train.stop_after > train.steps:
-        yield (
-            f"--train.stop-after {train.stop_after} is past --train.steps {train.steps}: use at most {train.steps}, "
-            f"or --train.steps {train.stop_after}"
-        )
+        stop, steps = train.stop_after, train.steps
+        yield f"--train.stop-after {stop} is past --train.steps {steps}: use at most {steps}, or --train.steps {stop}"
     if optim.min_lr is not None and optim.min_lr > optim.lr:
         yield f"--optim.min-lr {optim.min_lr:g} is above --optim.lr {optim.lr:g}: use at most {optim.lr:g}"
 
@@ -274,7 +260,5 @@ def _check_export(config: Config) -> Iterator[str]:
 def _check_vocab(config: Config, tokenizer_vocab: int | None) -> Iterator[str]:
     vocab = config.model.vocab
     if vocab is not None and tokenizer_vocab is not None and vocab < tokenizer_vocab:
-        yield (
-            f"--model.vocab {vocab} is less than the tokenizer's {tokenizer_vocab} tokens ({config.data.tokenizer}): "
-            f"use --model.vocab {tokenizer_vocab}, or leave it out"
-        )
+        tokens = f"the tokenizer's {tokenizer_vocab} tokens ({config.data.tokenizer})"
+        yield f"--model.vocab {vocab} is less than {tokens}: use --model.vocab {tokenizer_vocab}, or leave it out"

@@ -25,27 +25,10 @@ from threed.schedules.rendezvous import check_rendezvous
 from threed.schedules.simulate import Costs, Timeline, simulate, span_and_bubble
 
 __all__ = [
-    "NOT_YET",
-    "Action",
-    "Costs",
-    "Kind",
-    "Plan",
-    "ScheduleName",
-    "Timeline",
-    "available",
-    "build",
-    "check_rendezvous",
-    "draw",
-    "forward_only",
-    "gpipe",
-    "legal",
-    "lower",
-    "one_f_one_b",
-    "register",
-    "simulate",
-    "span_and_bubble",
-    "svg",
-]
+    "NOT_YET", "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "available", "build",
+    "check_rendezvous", "draw", "forward_only", "gpipe", "legal", "lower", "one_f_one_b", "register", "simulate",
+    "span_and_bubble", "svg",
+]  # fmt: skip
 
 ScheduleName = Literal[
     "1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera", "dualpipe",
