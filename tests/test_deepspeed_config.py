@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from threed.config import ConfigError
 from threed.ds_config import ModelFacts, Translation, keys, translate
@@ -170,6 +171,7 @@ def test_formats() -> None:
     ds = config(bfloat16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"}, communication_data_type="bf16")
     p = translate(ds, 4).config.precision
     assert (p.dtype, p.grad_dtype, p.reduce_dtype) == ("bf16", "bf16", "bf16")
+    assert translate(config(communication_data_type=torch.bfloat16), 4).config.precision.reduce_dtype == "bf16"
     p = translate(BASE, 4, ModelFacts(dtype="fp64")).config.precision
     assert (p.dtype, p.grad_dtype, p.reduce_dtype) == ("fp64", "fp64", "fp64")
 

@@ -171,7 +171,7 @@ class Section:
             return "" if text in map(str.lower, words) else f"{what}: use {_listed(words)}"
 
         value = self.take(key, default, wrong, Auto(instead=f"write {_listed(words)}"), named)
-        return value and value.lower()
+        return None if value is None else str(value).lower()
 
     def ignore(self, key: str, why: str) -> None:
         """A key whose value changes nothing here."""
