@@ -66,19 +66,15 @@ def _one(hf: str, ours: str, shape: str, needs: str = "") -> Rule:
 
 
 _H, _L, _B = "transformer.h.{i}", "model.layers.{i}", "blocks.{i}"
+_A = f"{_B}.attention"
 
 GPT2_RULES = (
     _one("transformer.wte.weight", "embedding.word.weight", "v h"),
     _one("transformer.wpe.weight", "embedding.position.weight", "s h"),
     _one(f"{_H}.ln_1.weight", f"{_B}.attention_norm.weight", "h"),
     _one(f"{_H}.ln_1.bias", f"{_B}.attention_norm.bias", "h"),
-    *_linear(
-        f"{_H}.attn.c_attn",
-        {f"{_B}.attention.query": "ad", f"{_B}.attention.key": "kd", f"{_B}.attention.value": "kd"},
-        "h",
-        conv1d=True,
-    ),
-    *_linear(f"{_H}.attn.c_proj", {f"{_B}.attention.out": "h"}, "ad", conv1d=True),
+    *_linear(f"{_H}.attn.c_attn", {f"{_A}.query": "ad", f"{_A}.key": "kd", f"{_A}.value": "kd"}, "h", conv1d=True),
+    *_linear(f"{_H}.attn.c_proj", {f"{_A}.out": "h"}, "ad", conv1d=True),
     _one(f"{_H}.ln_2.weight", f"{_B}.mlp_norm.weight", "h"),
     _one(f"{_H}.ln_2.bias", f"{_B}.mlp_norm.bias", "h"),
     *_linear(f"{_H}.mlp.c_fc", {f"{_B}.mlp.up": "f"}, "h", conv1d=True),
@@ -91,12 +87,12 @@ GPT2_RULES = (
 LLAMA_RULES = (
     _one("model.embed_tokens.weight", "embedding.word.weight", "v h"),
     _one(f"{_L}.input_layernorm.weight", f"{_B}.attention_norm.weight", "h"),
-    *_linear(f"{_L}.self_attn.q_proj", {f"{_B}.attention.query": "ad"}, "h"),
-    *_linear(f"{_L}.self_attn.k_proj", {f"{_B}.attention.key": "kd"}, "h"),
-    *_linear(f"{_L}.self_attn.v_proj", {f"{_B}.attention.value": "kd"}, "h"),
-    *_linear(f"{_L}.self_attn.o_proj", {f"{_B}.attention.out": "h"}, "ad"),
-    _one(f"{_L}.self_attn.q_norm.weight", f"{_B}.attention.query_norm.weight", "d", "qk_norm"),
-    _one(f"{_L}.self_attn.k_norm.weight", f"{_B}.attention.key_norm.weight", "d", "qk_norm"),
+    *_linear(f"{_L}.self_attn.q_proj", {f"{_A}.query": "ad"}, "h"),
+    *_linear(f"{_L}.self_attn.k_proj", {f"{_A}.key": "kd"}, "h"),
+    *_linear(f"{_L}.self_attn.v_proj", {f"{_A}.value": "kd"}, "h"),
+    *_linear(f"{_L}.self_attn.o_proj", {f"{_A}.out": "h"}, "ad"),
+    _one(f"{_L}.self_attn.q_norm.weight", f"{_A}.query_norm.weight", "d", "qk_norm"),
+    _one(f"{_L}.self_attn.k_norm.weight", f"{_A}.key_norm.weight", "d", "qk_norm"),
     _one(f"{_L}.post_attention_layernorm.weight", f"{_B}.mlp_norm.weight", "h"),
     *_linear(f"{_L}.mlp.gate_proj", {f"{_B}.mlp.gate": "f"}, "h"),
     *_linear(f"{_L}.mlp.up_proj", {f"{_B}.mlp.up": "f"}, "h"),
@@ -254,13 +250,9 @@ def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
 
 
 def export_hf(
-    checkpoint: Path,
-    out: Path,
-    tokenizer: Tokenizer | None = None,
-    dtype: str | None = None,
-    *,
+    checkpoint: Path, out: Path, tokenizer: Tokenizer | None = None, dtype: str | None = None, *,
     shard_bytes: int = SHARD_BYTES,
-) -> Path:
+) -> Path:  # fmt: skip
     """Writes a native checkpoint as a folder that `transformers` loads, whole or not at all; no process group needed.
 
     dtype: fp32, bf16, fp16 or fp64; None: as the checkpoint has its weights (masters). An earlier export at `out` is

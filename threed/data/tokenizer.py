@@ -210,10 +210,6 @@ def _clean(text: str) -> str:
 
 def _companions(eot: str) -> dict[str, bytes]:
     """Returns the two small files that tell `transformers` how to use a tokenizer.json."""
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": eot,
-        "clean_up_tokenization_spaces": False,
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eot, "clean_up_tokenization_spaces": False}
     contents = zip(COMPANIONS, (config, {"eos_token": eot}), strict=True)
     return {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in contents}
