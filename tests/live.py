@@ -19,6 +19,7 @@ class Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[int, StorageWeakRef] = {}
+        self.made = False  # set when a new one was seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -33,7 +34,7 @@ class Live(TorchDispatchMode):
                     storage = value.untyped_storage()
                     known = self._seen.get(storage._cdata)
                     if known is None or known.expired():
-                        self._seen[storage._cdata] = StorageWeakRef(storage)
+                        self._seen[storage._cdata], self.made = StorageWeakRef(storage), True
             elif not isinstance(value, str) and isinstance(value, Iterable):
                 self._look_at(value)
 

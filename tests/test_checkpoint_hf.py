@@ -323,10 +323,13 @@ def test_names_and_shapes_that_do_not_fit_are_listed(saved: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
-        ({"arch": "gpt", "heads": 4, "kv_heads": 2}, "GPT-2 cannot express 2 key/value heads for 4 heads"),
-        ({"arch": "gpt", "heads": 4, "head_dim": 16}, "GPT-2 cannot express 4 heads of size 16 for width 32"),
-        ({**LLAMA, "qk_norm": True, "bias": True}, "Qwen3 cannot express biases in the MLP"),
-        ({**LLAMA, "heads": 6, "head_dim": 8}, "cannot express a width .32. that is no multiple"),
+        ({"arch": "gpt", "heads": 4, "kv_heads": 2}, "GPT-2 cannot express --model.kv-heads 2 for 4 heads"),
+        (
+            {"arch": "gpt", "heads": 4, "head_dim": 16},
+            "GPT-2 cannot express --model.head-dim 16 for 4 heads and width 32",
+        ),
+        ({**LLAMA, "qk_norm": True, "bias": True}, "Qwen3 cannot express --model.bias true with"),
+        ({**LLAMA, "heads": 6, "head_dim": 8}, "cannot express --model.hidden 32, which is no multiple"),
     ],
 )
 def test_what_a_layout_cannot_express_is_refused(model: dict[str, Any], problem: str) -> None:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     "threed.config": 0,
     "threed.arguments": 0,
+    "threed.atomic": 0,
     "threed.checks": 0,
     "threed.param_groups": 0,
     "threed.values": 0,

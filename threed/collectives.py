@@ -367,7 +367,7 @@ def exchange(value: Any, axis: Axis) -> list[Any]:
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
     rows = all_gather(padded, axis).view(axis.size, -1).cpu()
-    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes, strict=True)]
+    return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
 
 
 def leave(code: int = 0) -> None:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from threed import schedules
 from threed.param_groups import ParamGroup as ParamGroup
+from threed.schedules import ScheduleName
 from threed.values import (
     Betas,
     Count,
@@ -39,10 +40,6 @@ from threed.values import (
     ZeroStage,
 )
 
-ScheduleName = Literal[
-    "1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera", "dualpipe",
-    "dualpipev", "2bw",
-]  # fmt: skip
 DType = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 SumType = Literal["fp32", "bf16", "fp16", "fp64"]
 Place = Literal["none", "cpu", "nvme"]

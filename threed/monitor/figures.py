@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from threed.atomic import building
 from threed.monitor import metrics
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -163,7 +163,7 @@ def _unit(largest: float) -> tuple[float, str]:
 
 
 def _figure(draw: Callable[[Any], None], out: str | Path, size: tuple[float, float], note: Note) -> bool:
-    """Draw on one pair of axes and save; without pyplot, so no window system and no global state is touched."""
+    """Draws on one pair of axes and saves; without pyplot, so no window system and no global state is touched."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -180,17 +180,15 @@ def _figure(draw: Callable[[Any], None], out: str | Path, size: tuple[float, flo
 
 
 def save_figure_data(run_dir: str | Path, **data: Any) -> Path:
-    """Keep what figures need beyond metrics.jsonl, in <run_dir>/figures/data.json; names already there are replaced.
+    """Keeps what figures need beyond metrics.jsonl, in <run_dir>/figures/data.json; names already there are replaced.
 
     Names read by `report`: uniform_entropy, unigram_entropy (nats per token), memory (see above). Values must be plain
     JSON.
     """
     path = Path(run_dir) / "figures" / "data.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(load_figure_data(run_dir) | data, indent=1, allow_nan=False)
-    temporary = path.with_name("data.json.tmp")
-    temporary.write_text(text + "\n")
-    os.replace(temporary, path)
+    with building(path) as (scratch,):
+        scratch.write_text(text + "\n")
     return path
 
 
@@ -201,7 +199,7 @@ def load_figure_data(run_dir: str | Path) -> dict[str, Any]:
 
 
 def report(run_dir: str | Path, note: Note = print) -> list[Path]:
-    """Draw the figures of a run folder again from its files; returns the paths of those drawn.
+    """Draws the figures of a run folder again from its files; returns the paths of those drawn.
 
     Raises FileNotFoundError if `run_dir` holds no metrics.jsonl, and ValueError if that file is damaged.
     """

@@ -11,11 +11,10 @@ host; native code gets their addresses.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,19 +87,9 @@ def _on_host(number: Tensor) -> Tensor:
     return number if number.dtype == torch.float64 and number.device.type == "cpu" else number.to("cpu", torch.float64)
 
 
-@functools.cache
-def _kernel() -> Callable[..., int] | None:
-    """`threed_adamw` of csrc/cpu/adam.cpp, with its types; None without the library."""
-    library = native.library("cpu")
-    if library is None:
-        return None
-    pointer, number, integer = ctypes.c_void_p, ctypes.c_double, ctypes.c_int
-    kernel = library.threed_adamw
-    kernel.restype = integer
-    kernel.argtypes = (
-        *(pointer,) * 5, ctypes.c_int64, *(integer,) * 3, *(pointer,) * 4, *(number,) * 4, integer, ctypes.c_char_p
-    )  # fmt: skip
-    return kernel
+def _kernel() -> Any:
+    """`threed_adamw` of csrc/cpu/adam.cpp; None without the library."""
+    return native.function("threed_adamw", "iPPPPPqiiiPPPPddddis")
 
 
 def call_native(
