@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from threed import collectives
 from threed.data import Data
 from threed.engine import Engine
 from threed.forecast import Forecast
@@ -23,12 +22,11 @@ def sample_text(engine: Engine, data: Data, count: int) -> str:
     return data.tokenizer.decode(generate(engine, prompt, count))
 
 
-def memory_rows(engine: Engine, forecast: Forecast, baseline: int, peak: int) -> list[dict[str, Any]]:
-    """Predicted and measured bytes of every rank, for the picture. Collective."""
-    measured = collectives.exchange([peak, baseline], engine.topology.axis("world"))
+def memory_rows(forecast: Forecast, peaks: Sequence[int], step: int) -> list[dict[str, Any]]:
+    """Predicted bytes of every rank, and those that it was measured to need in a step, for the picture."""
     return [
-        {"rank": rank.rank, "label": rank.label, "predicted": rank.bytes, "measured": m, "baseline": b}
-        for rank, (m, b) in zip(forecast.ranks, measured, strict=True)
+        {"rank": rank.rank, "label": rank.label, "predicted": rank.bytes, "measured": peak, "step": step}
+        for rank, peak in zip(forecast.ranks, peaks, strict=True)
     ]
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from threed import collectives
 from threed.blueprint import Blueprint
 from threed.config import Config
+from threed.device import peak_bytes, reset_peak
 from threed.layers import MicroBatch
 from threed.models import Model
 from threed.pipeline import checkpoints
@@ -107,6 +109,19 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     elsewhere = held.pop("offloaded") + _kept_elsewhere(blueprint, chunks)
     held["peak"] = sum(held.values())
     return Footprint({**held, **({"offloaded": elsewhere} if elsewhere else {})}, sends)
+
+
+@contextmanager
+def measuring(layout: Layout, states: Sequence[State], device: torch.device) -> Iterator[Callable[[], int]]:
+    """While this is open, finds the most bytes that tensors have in memory at once, those of the layout and the states
+    among them: by a GPU's allocator, or by looking at every operation on a CPU."""
+    if device.type == "cuda":
+        reset_peak(device)
+        yield lambda: peak_bytes(device)
+        return
+    with Watch() as watch:
+        watch.look_at(storages(layout, states))
+        yield lambda: watch.most
 
 
 def _standing(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:

@@ -65,18 +65,20 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
             return _say(help_text(config, prog))
         world = options.world_size or world
         data = _open(config)
-        config, forecast = _checked(config, data, world)
+        config = _checked(config, data, world)
+        forecast = _forecast(config, world)
     except ConfigError as error:
         return refuse(format_problems(error.problems))
     problems = _problems_here(config, forecast)
     if options.dry_run:  # of a run on another machine, perhaps: what is in the way on this one is only said
-        return _say("\n".join([forecast.text(), *(f"here       {problem}" for problem in problems)]))
+        text = [] if forecast is None else [forecast.text()]
+        return _say("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
     if options.world_size is not None:
         problems = ["--world-size goes with --dry-run; torchrun sets the world size of a run"]
     if problems:
         return refuse(format_problems(problems))
     try:
-        _train(config, data, [*prog.split(), *argv])
+        _train(config, data, [*prog.split(), *argv], forecast)
         code = 0
     except CheckpointError as error:  # the same on every rank
         code = refuse(f"threed: {error}")
@@ -94,11 +96,11 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _train(config: Config, data: Data, words: list[str]) -> None:
+def _train(config: Config, data: Data, words: list[str], forecast: Forecast | None) -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as in a shell's background
         signal.signal(signal.SIGINT, _interrupt)
     try:
-        train(config, data, words)
+        train(config, data, words, forecast)
     except RuntimeError:
         # Another rank is gone, perhaps, for it was interrupted: then so is this one, or will be in a moment. What the
         # handler raises in a callback of autograd's is lost, so the event counts.
@@ -131,13 +133,13 @@ def _load(
     raise ConfigError(problems)
 
 
-def train(config: Config, data: Data, command: list[str]) -> None:
-    """Builds topology, model and engine from a resolved configuration, and trains."""
+def train(config: Config, data: Data, command: list[str], forecast: Forecast | None = None) -> None:
+    """Builds topology, model and engine from a resolved configuration, and trains; forecast: of it, if known."""
     p = config.parallel
     topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp)
     slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile)
     engine = Engine(models.build(config.model, slicing), topology, config)
-    Trainer(engine, data, command).run()
+    Trainer(engine, data, command, forecast).run()
 
 
 def _local_rank() -> int:
@@ -171,19 +173,25 @@ def _open(config: Config) -> Data:
     raise ConfigError(problems)
 
 
-def _checked(config: Config, data: Data, world: int) -> tuple[Config, Forecast]:
-    """The resolved configuration and what it takes, or ConfigError with what is wrong on any machine."""
+def _checked(config: Config, data: Data, world: int) -> Config:
+    """The resolved configuration, or ConfigError with what is wrong on any machine."""
     problems = find_problems(config, world, tokenizer_vocab=data.vocab)
     if problems:
         raise ConfigError(problems)
-    config = resolve(config, data.vocab, world)
+    return resolve(config, data.vocab, world)
+
+
+def _forecast(config: Config, world: int) -> Forecast | None:
+    """What a run takes: local rank 0 finds it out, and refuses what cannot be cut; the others are ended with it."""
+    if _local_rank() > 0:
+        return None
     try:
-        return config, Forecast.of(config, world)
+        return Forecast.of(config, world)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
 
 
-def _problems_here(config: Config, forecast: Forecast) -> list[str]:
+def _problems_here(config: Config, forecast: Forecast | None) -> list[str]:
     """What this machine's disk, drive or devices, or a checkpoint on it, object to."""
     folder = Path(config.run.dir or "runs")
     problems = [*_disk_problems(folder, forecast), *_resume_problems(folder, config), *_device_problems(config)]
@@ -206,10 +214,12 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
-def _disk_problems(folder: Path, forecast: Forecast) -> list[str]:
+def _disk_problems(folder: Path, forecast: Forecast | None) -> list[str]:
     there = _existing(folder)
     if not there.is_dir() or not os.access(there, os.W_OK):
         return [f"the run folder {folder} cannot be made in {there}: choose another with --run.dir"]
+    if forecast is None:
+        return []
     try:
         check_space(there, checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype))
     except CheckpointError as error:

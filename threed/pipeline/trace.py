@@ -62,10 +62,11 @@ class TraceError(ValueError):
 class Watch(TorchDispatchMode):
     """While entered, counts FLOPs, and the bytes of the storages that operations make; `most`: at the worst moment."""
 
-    def __init__(self, ignored: Iterable[Tensor]) -> None:
+    def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._seen: dict[int, StorageWeakRef] = {}
+        self._bound = 0  # no less than the bytes that are alive
         self.flops = self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,16 +74,18 @@ class Watch(TorchDispatchMode):
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=out)
         self.look_at((args, out))
-        self.most = max(self.most, self.bytes())
         return out
 
     def look_at(self, values: Any) -> None:
-        """Takes notice of storages; tensors among arguments or results are in lists at most."""
+        """Counts storages that were not seen before; tensors among arguments or results are in lists at most."""
         if isinstance(values, Tensor):
             storage = values.untyped_storage()
             known = self._seen.get(storage._cdata)
             if (known is None or known.expired()) and storage._cdata not in self._ignored:
                 self._seen[storage._cdata] = StorageWeakRef(storage)
+                self._bound += storage.nbytes()
+                if self._bound > self.most:  # only then is it worth while to see what has gone meanwhile
+                    self.most = max(self.most, self.bytes())
         elif isinstance(values, list | tuple):
             for value in values:
                 self.look_at(value)
@@ -90,7 +93,9 @@ class Watch(TorchDispatchMode):
     def bytes(self) -> int:
         """Bytes that are alive."""
         self._seen = {key: ref for key, ref in self._seen.items() if not ref.expired()}
-        return sum(torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes() for ref in self._seen.values())
+        found = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._seen.values())
+        self._bound = sum(storage.nbytes() for storage in found if storage is not None)
+        return self._bound
 
     def begin(self) -> int:
         """Looks for the worst moment from now on; gives the bytes that are alive now."""
