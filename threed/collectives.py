@@ -361,7 +361,7 @@ def exchange(value: Any, axis: Axis) -> list[Any]:
     """
     if axis.group is None:  # this rank alone; or on paper, where every rank is as this one
         return [value] * axis.size
-    device = torch.device("cpu") if _gloo(axis) else current()
+    device = torch.device("cpu") if _gloo(axis) or not count() else current()
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = all_gather(torch.tensor([data.numel()], device=device), axis).tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
