@@ -51,7 +51,7 @@ FLOORS = {
     "threed.deepspeed": 6,
     "threed.forecast": 6,
     "threed.sampling": 6,
-    "threed.ending": 6,
+    "threed.final_report": 6,
     "threed.testing": 6,
     "threed.trainer": 6,
     "threed.launch": 6,

@@ -128,7 +128,7 @@ def install(layer: nn.Module, sinks: bool = True) -> Board:
     for param in tiles_in(layer):
         if sinks:
             param.sink = ListSink(spec_of(param).name, board)  # type: ignore[attr-defined]
-        param.gate = StorageGate(param, board)  # type: ignore[attr-defined]
+        param.tile_gatherer = StorageGate(param, board)  # type: ignore[attr-defined]
     for module in layer.modules():
         module.__dict__["_parameters"] = Table(module._parameters)
     return board
@@ -187,7 +187,7 @@ def check(name: str, tp: int, sequence: bool, tiles: int, dtype: torch.dtype, si
     fill(tiled, dtype)
     board, count = install(tiled, sinks), len(tiles_in(tiled))
     full = inputs(case).to(dtype)
-    x = full[slice(*slicing.rows(len(full)))] if case.into == "rows" else columns(full, whole, case, row=True)
+    x = full[slice(*slicing.sequence_range(len(full)))] if case.into == "rows" else columns(full, whole, case, row=True)
     x0, x1 = x.clone().requires_grad_(), x.clone().requires_grad_()
     what = f"{name}, tp {tp}, {tiles} tiles, {dtype}"
     want, got = case.call(whole, x0), case.call(tiled, x1)
@@ -321,8 +321,8 @@ def check_hooks(tiles: int, frozen: bool, gates: int) -> None:
     board = install(layer) if gates else Board()
     for weight in weights[gates:]:
         if gates:
-            weight.gate.open()  # type: ignore[attr-defined]
-        weight.gate, weight.sink = None, ListSink("r", board)  # type: ignore[attr-defined]
+            weight.tile_gatherer.open()  # type: ignore[attr-defined]
+        weight.tile_gatherer, weight.sink = None, ListSink("r", board)  # type: ignore[attr-defined]
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:

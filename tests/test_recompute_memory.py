@@ -21,9 +21,9 @@ from threed.forecast import Forecast
 from threed.layers import MLP, Attention, Block, LayerNorm, MicroBatch, Slicing
 from threed.layers.recompute import Selective
 from threed.memory.io import Disk
-from threed.pipeline import checkpoints
-from threed.pipeline.checkpoints import Keeper, OnDrives, Recomputed
-from threed.pipeline.stage import Stage, Whole
+from threed.pipeline import activation_checkpointing
+from threed.pipeline.activation_checkpointing import ActivationStore, OnDrives, Recomputed
+from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.planner import Decoder, block_cost, fully_recomputed
 from threed.topology import Topology
 
@@ -38,7 +38,7 @@ QWEN = replace(LLAMA, qk_norm=True, **SIZES)
 def bytes_kept(dims: Decoder, make: Callable[[list[Any]], Recomputed], count: int = BLOCKS) -> float:
     """Bytes a block of a stage keeps of a micro-batch, measured while its backward has not come."""
     blocks = [build_layers(dims)["block"] for _ in range(count)]
-    stage, live = Stage(blocks, Whole(), recomputed=make(blocks)), Live()
+    stage, live = Stage(blocks, AlwaysWhole(), recomputed=make(blocks)), Live()
     micro = MicroBatch(samples=torch.arange(dims.micro_batch))
     run(stage, dims, micro, 0).grad = None  # tables of angles, buffers of a drive
     stage.backward(0, torch.ones(dims.seq, dims.micro_batch, dims.hidden, dtype=DTYPES[dims.element_bytes]))
@@ -86,22 +86,22 @@ def test_every_operation_saves_what_the_formula_says(dims: Decoder, element_byte
 @pytest.mark.parametrize("element_bytes", [8, 4, 2])
 def test_a_recomputed_layer_keeps_its_input_alone(element_bytes: int) -> None:
     dims = replace(GPT, element_bytes=element_bytes)
-    kept = bytes_kept(dims, lambda _: Recomputed(frozenset(range(BLOCKS)), Keeper(None, None, CPU)))
+    kept = bytes_kept(dims, lambda _: Recomputed(frozenset(range(BLOCKS)), ActivationStore(None, None, CPU)))
     assert kept == fully_recomputed(block_cost(dims)).activation_bytes
-    some = bytes_kept(dims, lambda _: Recomputed(frozenset({0, 2}), Keeper(None, None, CPU)))
+    some = bytes_kept(dims, lambda _: Recomputed(frozenset({0, 2}), ActivationStore(None, None, CPU)))
     whole = bytes_kept(dims, lambda _: Recomputed())
     assert some == pytest.approx((2 * kept + whole) / 3)
 
 
 def test_what_goes_to_a_drive_leaves_no_memory(tmp_path: Any) -> None:
     def make(blocks: list[Any]) -> Recomputed:
-        return Recomputed(frozenset(range(len(blocks))), Keeper(None, OnDrives(Disk(tmp_path, "a")), CPU))
+        return Recomputed(frozenset(range(len(blocks))), ActivationStore(None, OnDrives(Disk(tmp_path, "a")), CPU))
 
-    cost = fully_recomputed(block_cost(GPT), buffers=checkpoints.BUFFERS)
+    cost = fully_recomputed(block_cost(GPT), buffers=activation_checkpointing.BUFFERS)
     assert cost.activation_bytes == 0
     assert cost.offloaded_bytes == 32 * 2 * 64 * 4
     for count in (8, 24):  # what there is are the drive's buffers, however many layers pass through them
-        assert bytes_kept(GPT, make, count) * count <= checkpoints.BUFFERS * cost.offloaded_bytes
+        assert bytes_kept(GPT, make, count) * count <= activation_checkpointing.BUFFERS * cost.offloaded_bytes
 
 
 def per_layer_over_eight(ops: tuple[str, ...]) -> float:
@@ -116,7 +116,7 @@ def per_layer_over_eight(ops: tuple[str, ...]) -> float:
         blocks.append(block.to_empty(device="cpu").bfloat16())
         for param in block.parameters():
             torch.nn.init.normal_(param, std=0.1)
-    stage, live = Stage(blocks, Whole(), recomputed=selected(*ops)(blocks)), Live()
+    stage, live = Stage(blocks, AlwaysWhole(), recomputed=selected(*ops)(blocks)), Live()
     micro = MicroBatch(samples=torch.arange(b))
     x = torch.randn(s // 8, b, h).bfloat16().requires_grad_()
     with live:
@@ -150,8 +150,8 @@ def sized(case: Case) -> Config:
 
 
 def arena_of(engine: Engine) -> Any:
-    keeper = engine.executor.stages[0].recomputed.keeper
-    return None if keeper is None else getattr(keeper.homes, "arena", None)
+    store = engine.executor.stages[0].recomputed.store
+    return None if store is None else getattr(store.storages, "arena", None)
 
 
 def step(engine: Engine, number: int) -> None:

@@ -97,7 +97,7 @@ def overheads(case: Case, layers: tuple[int, int], vocabularies: tuple[int, int]
 
 def watch(reducer: Any, passes: int, look: Callable[[], None]) -> None:
     """Looks when a bucket is waited for, and when all were, once the backwards of a step are over."""
-    land, finish, over = reducer._land, reducer.finish, [False]
+    land, finish, over = reducer._complete_oldest, reducer.finish, [False]
 
     def looked() -> None:
         if over[0] or reducer._ended == passes:
@@ -110,7 +110,7 @@ def watch(reducer: Any, passes: int, look: Callable[[], None]) -> None:
         look()
         return found
 
-    reducer._land, reducer.finish = looked, finished
+    reducer._complete_oldest, reducer.finish = looked, finished
 
 
 # What gloo has not let go of comes on top: a bucket or so.
@@ -152,8 +152,8 @@ def peak_of_gathered(prefetch: int, schedule_pp: int) -> tuple[int, int]:
     assert not any(group.params.untyped_storage().nbytes() for group in sliced)
     units = [0] * len(engine.executor.stages[0].layers)
     for group in sliced:
-        assert group.kind.units is not None
-        units[group.kind.units[0]] += group.numel * 4
+        assert group.key.units is not None
+        units[group.key.units[0]] += group.numel * 4
     return peak, max(sum(units[i : i + prefetch + 1]) for i in range(len(units)))
 
 

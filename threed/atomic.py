@@ -35,7 +35,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def building(*finals: Path) -> Iterator[list[Path]]:
-    """Gives a free name beside each of `finals`, in folders that are made where they are missing.
+    """Returns a free name beside each of `finals`, in folders that are made where they are missing.
 
     At the end the files are flushed and get their final names in this order; after an error they are removed.
     """
@@ -60,7 +60,7 @@ def building_place(path: Path) -> Path:
 
 
 def publish(building: Path, path: Path) -> None:
-    """Gives a finished folder its name, durably; a folder that has it already is replaced. OSError when it cannot.
+    """Returns a finished folder its name, durably; a folder that has it already is replaced. OSError when it cannot.
 
     Where the system can swap two names in one step, `path` is a whole folder at every moment.
     """

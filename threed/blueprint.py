@@ -18,7 +18,7 @@ from threed import schedules
 from threed.config import Config, ConfigError
 from threed.models import Model, Wrapped
 from threed.models.wrapped import find_problems
-from threed.pipeline import checkpoints
+from threed.pipeline.activation_checkpointing import choose, with_recompute
 from threed.planner.cut import Cut, partition
 from threed.schedules import Plan
 from threed.sharding import spec_of
@@ -54,12 +54,10 @@ class Blueprint:
         wrapped = model if isinstance(model, Wrapped) else None
         setup.check_groups(config.optim, layers)
         p, r = config.parallel, config.recompute
-        recomputed = [] if r.mode == "none" else checkpoints.choose(layers, r.every)
+        recomputed = [] if r.mode == "none" else choose(layers, r.every)
         plan = step_plan(config, topology.dp)
         again = recomputed if r.mode == "full" else ()
-        ranges = partition(
-            p.partition, len(layers), plan.total_stages, lambda: checkpoints.with_recompute(costs(layers), again)
-        )  # fmt: skip
+        ranges = partition(p.partition, len(layers), plan.total_stages, lambda: with_recompute(costs(layers), again))
         cut = Cut.of(ranges, plan)
         ties = cut.ties([names(layer) for layer in layers])
         axes = {name for name in setup.shard_axes(config, topology) if name}
@@ -70,7 +68,7 @@ class Blueprint:
         if wrapped and (problems := find_problems(wrapped.module, topology.dp, config.zero.stage)):
             raise ConfigError(problems)
         laid_out = layout.build(units, ties, topology, setup.policy(config, topology), chunks)
-        setup.size_buffers(laid_out, config, len(setup.rule(config.optim).parts))
+        setup.size_buffers(laid_out, config, len(setup.rule(config.optim).state_names))
         return cls(model, topology, config, layers, recomputed, plan, cut, laid_out)
 
     @property

@@ -35,9 +35,9 @@ from threed.metrics import Faults
 from threed.metrics import StepMetrics as StepMetrics
 from threed.models import Model, Wrapped
 from threed.models.check import check
-from threed.pipeline import checkpoints
+from threed.pipeline import activation_checkpointing
 from threed.pipeline.executor import Executor, Span
-from threed.pipeline.stage import Stage, Whole
+from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.transport import Links, Transport
 from threed.precision import LossScale, dtype
 from threed.schedules import Plan, forward_only, lower
@@ -91,7 +91,7 @@ class Engine:
         self._check_tile(config.zero.tile)
         self.config = config = resolve(config, 0, topology.world) if self.wrapped else config
         if self.wrapped is not None:
-            checkpoints.enable(self.wrapped.module, config)
+            activation_checkpointing.enable(self.wrapped.module, config)
         self.changes: Changes | None = None
         self.steps = self.consumed = 0
         self._begun = False
@@ -168,9 +168,11 @@ class Engine:
         """This rank's chunks of the model; a wrapped module gathers its parameters, and recomputes, by itself."""
         blueprint, first, stages = self.blueprint, 0, []
         units = {} if self.wrapped else {unit: mine[unit] for unit in blueprint.recomputed_units}
-        recomputed = checkpoints.build(self.config, units, blueprint.live, self.model.slicing, self.topology)
+        recomputed = activation_checkpointing.build(
+            self.config, units, blueprint.live, self.model.slicing, self.topology
+        )
         for chunk in blueprint.chunks:
-            layers, gatherer = mine[first : first + len(chunk)], Whole() if self.wrapped else self.gatherer
+            layers, gatherer = mine[first : first + len(chunk)], AlwaysWhole() if self.wrapped else self.gatherer
             stages.append(Stage(layers, gatherer, self.config.zero.prefetch, first, recomputed))
             first += len(chunk)
         return stages

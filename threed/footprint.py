@@ -24,7 +24,7 @@ from threed.config import Config
 from threed.device import peak_bytes, reset_peak
 from threed.layers import MicroBatch
 from threed.models import Model
-from threed.pipeline import checkpoints
+from threed.pipeline import activation_checkpointing
 from threed.pipeline.trace import META, LayerCost, Tracer, Watch
 from threed.planner.gathering import gathering
 from threed.planner.grid import AXES
@@ -59,7 +59,7 @@ def trace(
     """
     wide, grads = dtype(config.precision.dtype), dtype(config.precision.grad_dtype or "fp32")
     tracer = Tracer(_example(model, config), wide, grads, topology.traffic)
-    costs = tracer.trace(layers, checkpoints.on_paper(config, recomputed, model.slicing))
+    costs = tracer.trace(layers, activation_checkpointing.on_paper(config, recomputed, model.slicing))
     if config.recompute.mode == "full":
         for number in recomputed:
             costs[number] = _moved(costs[number], config, topology.device.type)
@@ -71,7 +71,7 @@ def _moved(cost: LayerCost, config: Config, device: str) -> LayerCost:
     r = config.recompute
     copied = cost.input if cost.keeps_input else cost.kept  # of slices that is all that the layer keeps
     if r.offload == "nvme" or (r.offload == "cpu" and device != "cpu"):
-        passing = cost.backward + checkpoints.BUFFERS * copied
+        passing = cost.backward + activation_checkpointing.BUFFERS * copied
         return replace(cost, kept=0, keeps_input=False, elsewhere=copied, backward=passing)
     return replace(cost, kept=copied, keeps_input=False) if r.arena else cost
 
@@ -95,7 +95,7 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     """What this rank holds and sends. costs: of all layers of the model."""
     config, layout, traffic = blueprint.config, blueprint.layout, blueprint.topology.traffic
     rule, delayed, before = setup.rule(config.optim), config.zero.delayed_update, Counter(traffic)
-    states = [new_state(bucket, rule.parts, layout.policy, delayed) for bucket in layout.buckets]
+    states = [new_state(bucket, rule.state_names, layout.policy, delayed) for bucket in layout.buckets]
     held = holdings(layout, states)
     if delayed:
         held["optimizer"] += sum(bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets)
@@ -167,7 +167,7 @@ def _gather(blueprint: Blueprint) -> int:
     """Counts what is gathered in a step as sent; the most bytes of sliced parameters that are whole at once."""
     layout, most, first = blueprint.layout, 0, 0
     width, actions = layout.policy.param_dtype.itemsize, blueprint.plan.ranks[blueprint.topology.axis("pp").index]
-    times = Counter({group: 1 for group in layout.groups if group.kind.trainable and not group.sliced})
+    times = Counter({group: 1 for group in layout.groups if group.key.trainable and not group.sliced})
     for number, chunk in enumerate(blueprint.chunks):
         units = [_gathered_by(layout, unit) for unit in range(first, first + len(chunk))]
         reads = [getattr(blueprint.layers[n], "backward_reads_weights", True) or n in blueprint.again for n in chunk]
@@ -180,13 +180,13 @@ def _gather(blueprint: Blueprint) -> int:
             before = blueprint.topology.traffic["dp"]
             collectives.start_all_gather(part, group.shard)
             blueprint.topology.traffic["dp"] += (blueprint.topology.traffic["dp"] - before) * (count - 1)
-    tiles = sorted((group.numel for group in layout.groups if group.kind.tile), reverse=True)[:2]
+    tiles = sorted((group.numel for group in layout.groups if group.key.tile), reverse=True)[:2]
     return (most + sum(tiles)) * width
 
 
 def _gathered_by(layout: Layout, unit: int) -> dict[Group, int]:
     """What a unit gathers before it runs, and how many elements that is."""
-    groups = [group for group in layout.groups if group.kind.tile is None and unit in (group.kind.units or ())]
+    groups = [group for group in layout.groups if group.key.tile is None and unit in (group.key.units or ())]
     return {group: group.numel for group in groups}
 
 

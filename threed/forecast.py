@@ -17,7 +17,7 @@ from threed.config import Config
 from threed.footprint import Footprint, footprint, trace
 from threed.layers import Slicing
 from threed.models import Model
-from threed.pipeline.checkpoints import choose
+from threed.pipeline.activation_checkpointing import choose
 from threed.planner.grid import AXES, Grid
 from threed.planner.memory import regime
 from threed.precision import dtype
@@ -83,7 +83,7 @@ class Forecast:
         """The forecast for people: one line a fact, one line a rank (the first 16)."""
         c, train = self.config, self.config.train
         grid = " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1) or "one rank"
-        widths, moments, dp = _widths(c), len(rule(c.optim).parts), self.sizes["dp"]
+        widths, moments, dp = _widths(c), len(rule(c.optim).state_names), self.sizes["dp"]
         shards = dp if c.zero.shard_size == "all" or c.zero.stage == 0 else int(c.zero.shard_size)
         small = c.zero.resident
         states = regime(*widths, c.zero.stage, shards, replicas=dp // shards, moments=moments, resident=small)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from threed import collectives, ending
+from threed import collectives, final_report
 from threed.arguments import to_toml
 from threed.batches import Batch
 from threed.checkpoint.files import CheckpointError
@@ -72,7 +72,7 @@ class Trainer:
         writes = self.engine.steps < last or self.engine.steps != self.last_saved  # else it only looks at what is there
         aside = self.retention.set_aside(extra.get("path"), self.engine.steps) if writes else ""
         with self._monitor(extra, writes) as self.monitor:
-            self._greet(aside)
+            self._log_header(aside)
             self._loop(last)
             if self.profiler is not None:
                 self._end_profile(self.profiler)
@@ -123,7 +123,7 @@ class Trainer:
             config={**self.config.model_dump(mode="json"), "data_sha256": self.data.sha256},
         )  # fmt: skip
 
-    def _greet(self, aside: str) -> None:
+    def _log_header(self, aside: str) -> None:
         """Says what is about to happen, and keeps the configuration; `aside`: the checkpoints that were set aside."""
         device = self.topology.device
         self.meter = Throughput(
@@ -301,11 +301,13 @@ class Trainer:
         note, count = self.monitor.note, self.config.train.sample_tokens
         self.heartbeat.beat(self.engine.steps, "end")
         peaks = collectives.exchange(self.peak, self.world)
-        text = ending.sample_text(self.engine, self.data, count) if count else ""
+        text = final_report.sample_text(self.engine, self.data, count) if count else ""
         if self.forecast is None:
             return
-        memory = ending.memory_rows(self.forecast, peaks, self.weighed) if any(peaks) else []
-        made = [("figures", path) for path in ending.draw(self.folder, self.data, self.forecast, self.spans, memory)]
+        memory = final_report.memory_rows(self.forecast, peaks, self.weighed) if any(peaks) else []
+        made = [
+            ("figures", path) for path in final_report.draw(self.folder, self.data, self.forecast, self.spans, memory)
+        ]
         made += [("metrics", self.folder / "metrics.jsonl"), ("checkpoint", self.checkpoint(self.last_saved))]
         if self.config.checkpoint.export_hf:
             made.append(("export", export_hf(made[-1][1], self.folder / "hf", self.data.tokenizer)))

@@ -94,7 +94,7 @@ LLAMA_RULES = (
     _one(f"{_L}.self_attn.q_norm.weight", f"{_A}.query_norm.weight", "d", "qk_norm"),
     _one(f"{_L}.self_attn.k_norm.weight", f"{_A}.key_norm.weight", "d", "qk_norm"),
     _one(f"{_L}.post_attention_layernorm.weight", f"{_B}.mlp_norm.weight", "h"),
-    *_linear(f"{_L}.mlp.gate_proj", {f"{_B}.mlp.gate": "f"}, "h"),
+    *_linear(f"{_L}.mlp.gate_proj", {f"{_B}.mlp.tile_gatherer": "f"}, "h"),
     *_linear(f"{_L}.mlp.up_proj", {f"{_B}.mlp.up": "f"}, "h"),
     *_linear(f"{_L}.mlp.down_proj", {f"{_B}.mlp.down": "h"}, "f"),
     _one("model.norm.weight", "head.norm.weight", "h"),

@@ -257,7 +257,9 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     manifest: dict[str, Any] = {}
     try:
         manifest = read_manifest(path)
-        problems = model_differences(manifest, config) or optimizer_differences(manifest, config, optimizer.rule.parts)
+        problems = model_differences(manifest, config) or optimizer_differences(
+            manifest, config, optimizer.rule.state_names
+        )
         problems = problems or verify(path, manifest, everyone.index, everyone.size)
     except CheckpointError as error:
         problems = [str(error)]
@@ -267,7 +269,7 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     other = "; ".join(_differences(reader, here, old))
     fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict by hand"
     _refuse([f"{path} is another model's: {other}: {fix}"] if other else [], everyone)
-    fresh = {name for name in here.trained if reader.parts[name] == {WEIGHT}} if optimizer.rule.parts else set()
+    fresh = {name for name in here.trained if reader.parts[name] == {WEIGHT}} if optimizer.rule.state_names else set()
     wanted = (r for r in records(optimizer) if r.part == WEIGHT or r.piece.name not in fresh)
     gaps = (reader.gap(r.part, r.piece.name, r.box.start, r.box.size) for r in wanted)
     _refuse([f"{path}: {gap}" for gap in gaps if gap][:10], everyone)  # before anything is overwritten

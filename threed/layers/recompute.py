@@ -17,8 +17,8 @@ as it is used. The operation's result is what the next layer saves as its input,
 save nothing: tensors are known by the storage they lie in, and a result is packed as a promise to rebuild it wherever
 it is saved (Megatron-Core does the same by emptying the output's storage). Weights are saved too, often as transposed
 views; their storage is none of those. A result that was changed in place since, or is seen in another dtype, is nothing
-that could be rebuilt: it is kept as any other tensor. Kept tensors that change before the backward are an error, as
-they are without hooks; autograd itself looks no more once there are hooks.
+that could be rebuilt: it is kept as any other tensor. Tensors that are kept and change before the backward are an error,
+as they are without hooks; autograd itself looks no more once there are hooks.
 
 Names in use: attention (the core: norms of heads, rotary positions, scaled dot product; queries, keys and values are
 kept as projected), activation (of the MLP; its input is kept), norm (its input is kept). Under sequence parallelism a
@@ -43,10 +43,10 @@ from threed.device import rng_states, set_rng_states
 from threed.topology import Axis
 
 
-class Draws:
+class RngState:
     """What torch's generators were before some work, so that the work can be done again with the same numbers.
 
-    Kept only if the work drew from them: the layers of this package do not, those of users may.
+    SavedInput only if the work drew from them: the layers of this package do not, those of users may.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -149,12 +149,12 @@ class _Operation:
         self.name, self.f, self.inputs, self.wants = name, f, inputs, wants
         self._inside: list[weakref.ref[_Saved]] = []  # in the order saved
         self._results: list[tuple[weakref.ref[_Saved], Layout]] = []
-        self._draws: Draws | None = None
+        self._draws: RngState | None = None
         self._made: tuple[int, torch.dtype] | None = None  # the result's version and dtype
 
     def first(self, inputs: Sequence[Tensor]) -> Tensor:
         """The run in the forward."""
-        self._draws = Draws(inputs[0].device)
+        self._draws = RngState(inputs[0].device)
         with saved_tensors_hooks(self._pack, unpack):
             y = self.f(*inputs)
         self._draws.drawn()

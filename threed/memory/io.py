@@ -50,7 +50,7 @@ class SwapError(OSError):
     """I/O on a swap file failed: the message names rank, operation, place and file, and what to do."""
 
 
-class Engine(Protocol):
+class Backend(Protocol):
     """What moves bytes: an id for each transfer, and for each id, once, how many bytes moved or -errno or SHORT."""
 
     name: str
@@ -152,7 +152,7 @@ class Disk:
             return offset
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Gives a region back: the next reserve() of the same size returns it."""
+        """Returns a region back: the next reserve() of the same size returns it."""
         with self._lock:
             self._free.setdefault(_whole_blocks(nbytes), []).append(offset)
 
@@ -282,7 +282,7 @@ def _allocate(fd: int, offset: int, nbytes: int) -> None:
         os.ftruncate(fd, offset + nbytes)  # a file system that cannot promise space
 
 
-def _engine(backend: str, fd: int, direct: bool) -> Engine:
+def _engine(backend: str, fd: int, direct: bool) -> Backend:
     """The engine asked for, or the best that runs here."""
     library = None if backend == "python" else native.library("cpu")
     if library is None and backend == "io_uring":

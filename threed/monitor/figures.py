@@ -157,7 +157,7 @@ def _unit(largest: float) -> tuple[float, str]:
 
 
 def _figure(draw: Callable[[Any], None], out: str | Path, size: tuple[float, float], note: Note) -> bool:
-    """Draws on one pair of axes and saves; without pyplot, so no window system and no global state is touched."""
+    """RngState on one pair of axes and saves; without pyplot, so no window system and no global state is touched."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -193,7 +193,7 @@ def load_figure_data(run_dir: str | Path) -> dict[str, Any]:
 
 
 def report(run_dir: str | Path, note: Note = print) -> list[Path]:
-    """Draws the figures of a run folder again from its files; returns the paths of those drawn.
+    """RngState the figures of a run folder again from its files; returns the paths of those drawn.
 
     Raises FileNotFoundError if `run_dir` holds no metrics.jsonl, and ValueError if that file is damaged.
     """

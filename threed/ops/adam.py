@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from threed import native
-from threed.ops.update import Moment, needs_reference
+from threed.ops.update import StepScalars, needs_reference
 
 # As in csrc/cpu/number.h.
 FORMATS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}
@@ -34,10 +34,10 @@ class Adam:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    parts: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def update(
-        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float, out: Tensor | None = None
+        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, decay: float, out: Tensor | None = None
     ) -> None:
         """One update in place, by the fastest kernel there is."""
         if p.device.type == "cpu" and p.dtype in STATES and _kernel() is not None:
@@ -50,7 +50,7 @@ class Adam:
             out.copy_(p)
 
 
-def reference(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: Moment, adam: Adam, decay: float) -> None:
+def reference(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: StepScalars, adam: Adam, decay: float) -> None:
     """One update of p, m and v [n] in place from the gradient g [n], by the formulas of the paper."""
     g = g.to(p.dtype) * now.scale.to(p.dtype)
     lr, t = now.lr.to(p.dtype), now.step.double()
@@ -63,7 +63,7 @@ def reference(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: Moment, adam: Ada
         old.copy_(torch.where(go, new, old))
 
 
-def adamw_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: Moment, adam: Adam, decay: float) -> None:
+def adamw_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: StepScalars, adam: Adam, decay: float) -> None:
     """The same update by torch's fused kernel: one pass over p, m, v [n] (fp32 or fp64) and g [n]."""
     if g.dtype != p.dtype:
         g = g.to(p.dtype)

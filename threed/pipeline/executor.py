@@ -170,7 +170,7 @@ class Executor:
         backward = action.kind is Kind.RECV_B
         if not backward and self._key("in", action) not in self._forms:
             self._remember("in", action, self._receive_form(source[0]))
-        blank = self._form("out" if backward else "in", action).blank(self.device, gradients=backward)
+        blank = self._form("out" if backward else "in", action).empty(self.device, gradients=backward)
         key = (action.kind, action.microbatch, action.chunk)
         self._arriving[key] = [self.transport.receive(out, source[0], self.rank) for out in blank]
 

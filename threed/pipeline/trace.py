@@ -24,9 +24,9 @@ from torch.utils.flop_counter import flop_registry
 
 from threed.layers.recompute import Selective
 from threed.layers.slicing import MicroBatch
+from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, gradients_of, tensors
-from threed.pipeline.checkpoints import Recomputed
-from threed.pipeline.stage import Stage, Whole
+from threed.pipeline.stage import AlwaysWhole, Stage
 
 META = torch.device("meta")
 
@@ -190,7 +190,7 @@ class Tracer:
         """Runs a copy of the layer, so that what it remembers of this is forgotten."""
         traced = copy.deepcopy(layer)
         given = [*self._weights(traced), *vars(self.micro).values(), *(self.micro.inputs or {}).values()]
-        stage = Stage([traced], Whole(), recomputed=_again(recomputed, traced))
+        stage = Stage([traced], AlwaysWhole(), recomputed=_again(recomputed, traced))
         before = Counter(self.traffic)
         try:
             with Watch(value for value in given if isinstance(value, Tensor)) as watch, _Fused(watch):
@@ -202,7 +202,7 @@ class Tracer:
             self.traffic.update(before)
 
     def _weights(self, layer: nn.Module) -> Iterator[Tensor]:
-        """Gives a layer parameters and buffers on the meta device, as a stage has them."""
+        """Returns a layer parameters and buffers on the meta device, as a stage has them."""
         made: dict[int, nn.Parameter] = {}
         for module in layer.modules():
             for name, param in module._parameters.items():
@@ -234,7 +234,7 @@ def _again(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None
 
 def _measure(stage: Stage, form: Form | None, micro: MicroBatch, watch: Watch) -> tuple[LayerCost, Form | None]:
     """One forward and one backward."""
-    x = None if form is None else form.value(form.blank(META, gradients=False))
+    x = None if form is None else form.value(form.empty(META, gradients=False))
     watch.look_at(tensors(x))
     size, came = watch.begin(), [StorageWeakRef(part.untyped_storage()) for part in tensors(x)]
     y = stage.forward(0, x, micro)
@@ -245,7 +245,7 @@ def _measure(stage: Stage, form: Form | None, micro: MicroBatch, watch: Watch) -
     del x, y
     keeps_input, keeps_output = _any_alive(came), _any_alive(made.values())
     kept = watch.begin() - size * keeps_input - nbytes * keeps_output
-    dy = None if last else output.gradients(output.blank(META, gradients=True))
+    dy = None if last else output.gradients(output.empty(META, gradients=True))
     watch.look_at(gradients_of(dy, len(output.shapes)))
     watch.begin()
     stage.backward(0, dy)

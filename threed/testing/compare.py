@@ -64,7 +64,7 @@ class Finding:
 
 def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
     """What an engine holds after these steps. Collective."""
-    parts = engine.optimizer.rule.parts
+    parts = engine.optimizer.rule.state_names
     moments = {part: native.collect(engine.optimizer, engine.topology, part) for part in parts}
     state, names = engine.full_state_dict(), engine.buffers.shapes()
     buffers = {name: state.pop(name) for name in names if name in state}
@@ -80,8 +80,8 @@ def differences(engine: Engine, metrics: Sequence[StepMetrics], truth: Results, 
     """
     losses = scalars("loss", [m.loss for m in metrics], truth.losses, tolerance)
     norms = scalars("norm", [m.grad_norm for m in metrics], truth.norms, tolerance)
-    if set(truth.moments) != set(engine.optimizer.rule.parts):
-        raise ValueError(f"{list(engine.optimizer.rule.parts)} cannot be compared with {list(truth.moments)}")
+    if set(truth.moments) != set(engine.optimizer.rule.state_names):
+        raise ValueError(f"{list(engine.optimizer.rule.state_names)} cannot be compared with {list(truth.moments)}")
     found = [*losses, *norms, *bad_cuts(engine, truth.weights), *unequal(engine, truth.parts, tolerance)]
     return [*found, *unequal_buffers(engine, truth.buffers, tolerance)]
 

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from threed.memory.tiers import Drive, Home, InMemory, Tier, memory_tier
+from threed.memory.tiers import Drive, InMemory, Storage, Tier, memory_tier
 from threed.planner.cut import Tie
 from threed.sharding import Piece, ShardSpec, attach, spec_of
 from threed.topology import Axis, Topology
@@ -34,7 +34,7 @@ PIECES, SMALLEST = 8, 2**18  # a group is at least so many buckets, unless they 
 
 
 @dataclass(frozen=True)
-class Rates:
+class GroupOptions:
     """What a parameter group has of its own: a factor on the learning rate, and the weight decay."""
 
     factor: float = 1.0
@@ -60,7 +60,7 @@ class Policy:
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     resident: int = 0
-    rates: Callable[[ShardSpec], Rates] = lambda spec: Rates()
+    options: Callable[[ShardSpec], GroupOptions] = lambda spec: GroupOptions()
     arena: bool = False
     params_tier: Tier | None = None
     optimizer_tier: Tier | None = None
@@ -83,10 +83,10 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Kind:
+class GroupKey:
     """What parameters must have in common to share a flat buffer."""
 
-    rates: Rates
+    options: GroupOptions
     trainable: bool
     replicated: str | None
     partial: str | None
@@ -114,7 +114,7 @@ class Slot:
     last: int = 0
 
     def settle(self, storage: Tensor) -> None:
-        """Gives the parameter its storage: a view of a flat buffer, in every place it sits.
+        """Returns the parameter its storage: a view of a flat buffer, in every place it sits.
 
         A parameter with values stays the same object, for others may refer to it; one on the meta device is replaced.
         """
@@ -142,7 +142,7 @@ class Run:
 class Bucket:
     """The window [first, last) of a group's buffer; this rank owns [own_first, own_last) of it.
 
-    home: of this rank's slice of the parameters, in the compute dtype; grad: of its slice of the gradients.
+    storage: of this rank's slice of the parameters, in the compute dtype; grad: of its slice of the gradients.
     """
 
     group: Group
@@ -150,8 +150,8 @@ class Bucket:
     last: int
     own_first: int
     own_last: int
-    home: Home = field(init=False)
-    grad: Home = field(init=False)
+    storage: Storage = field(init=False)
+    grad: Storage = field(init=False)
 
     @property
     def share(self) -> int:
@@ -161,7 +161,7 @@ class Bucket:
     @property
     def own(self) -> Tensor | None:
         """This rank's slice of the parameters, if it is in memory."""
-        return self.home.tensor if isinstance(self.home, InMemory) else None
+        return self.storage.tensor if isinstance(self.storage, InMemory) else None
 
     def runs(self) -> Iterator[Run]:
         """The runs of this rank's slice, in storage order; padding belongs to none."""
@@ -187,7 +187,7 @@ class Group:
     their dtype, where they are kept in full, else [0].
     """
 
-    kind: Kind
+    key: GroupKey
     slots: list[Slot]
     numel: int
     shard: Axis
@@ -200,7 +200,7 @@ class Group:
     @property
     def sliced(self) -> bool:
         """Whether its parameters are whole only while they are used."""
-        return self.kind.units is not None
+        return self.key.units is not None
 
     @property
     def nbytes(self) -> int:
@@ -213,7 +213,7 @@ class Group:
         return buffer[slot.first : slot.last].view(slot.param.shape)
 
     def allocate(self) -> None:
-        """Gives `params` its memory; what is in it is undefined."""
+        """Returns `params` its memory; what is in it is undefined."""
         self.params.untyped_storage().resize_(self.numel * self.params.element_size())
 
     def free(self) -> None:
@@ -284,24 +284,24 @@ def build(
     the parameters that several stages hold. Their groups come last, and they and what is in them in one order that all
     stages share, however each of them uses them: so slices line up, and sums over stages meet.
     """
-    kinds: dict[Kind, list[Slot]] = {}
+    keys: dict[GroupKey, list[Slot]] = {}
     for slot in _backward_order(collect(units), tied):
         spec, trainable, sliced = slot.spec, slot.param.requires_grad, policy.slices_parameter(slot.param)
         tie = tied.get(spec.name)
-        kind = Kind(
-            policy.rates(spec) if trainable else Rates(), trainable, spec.replicated,
+        key = GroupKey(
+            policy.options(spec) if trainable else GroupOptions(), trainable, spec.replicated,
             spec.partial if trainable else None, tie.stages if tie else (),
             tuple(sorted(set(slot.units))) if sliced else None, tie.layers if tie and sliced else (),
             spec.name if sliced and spec.tile[1] > 1 else None,
             (0,) if chunks is None else tuple(sorted({chunks[unit] for unit in slot.units})),
         )  # fmt: skip
-        kinds.setdefault(kind, []).append(slot)
-    groups = [_group(kind, slots, topology, policy) for kind, slots in kinds.items()]
+        keys.setdefault(key, []).append(slot)
+    groups = [_group(key, slots, topology, policy) for key, slots in keys.items()]
     for group in groups:
         group.buckets = list(_windows(group, max(1, policy.bucket_bytes // policy.grad_dtype.itemsize)))
         _allocate(group, topology.device, policy)
-    buckets = _completion_order([group for group in groups if group.kind.trainable])
-    frozen = [bucket for group in groups if not group.kind.trainable for bucket in group.buckets]
+    buckets = _completion_order([group for group in groups if group.key.trainable])
+    frozen = [bucket for group in groups if not group.key.trainable for bucket in group.buckets]
     return Layout(policy, groups, buckets, frozen)
 
 
@@ -312,12 +312,12 @@ def _backward_order(slots: list[Slot], tied: Mapping[str, Tie]) -> list[Slot]:
     return [*reversed(own), *sorted(shared, key=lambda slot: -tied[slot.spec.name].number)]
 
 
-def _group(kind: Kind, slots: list[Slot], topology: Topology, policy: Policy) -> Group:
+def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy) -> Group:
     shard, copies = policy.shard, [policy.replicas]
-    sums = [policy.replicas, *([topology.axis(kind.partial)] if kind.partial else [])]
-    copies += [topology.axis(kind.replicated)] if kind.replicated else []
-    if kind.tied:
-        same = topology.stages(kind.tied)
+    sums = [policy.replicas, *([topology.axis(key.partial)] if key.partial else [])]
+    copies += [topology.axis(key.replicated)] if key.replicated else []
+    if key.tied:
+        same = topology.stages(key.tied)
         sums.append(same)
         copies.append(same)
     end = 0
@@ -327,7 +327,7 @@ def _group(kind: Kind, slots: list[Slot], topology: Topology, policy: Policy) ->
     granule = shard.size * ALIGN
     owned = all(axis.index == 0 for axis in copies)
     sums = [axis for axis in sums if axis.size > 1]
-    return Group(kind, slots, max(granule, -(-end // granule) * granule), shard, tuple(sums), owned)
+    return Group(key, slots, max(granule, -(-end // granule) * granule), shard, tuple(sums), owned)
 
 
 def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
@@ -335,8 +335,8 @@ def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
     group.params = make(group.numel, dtype=policy.param_dtype, device=device)
     for slot in group.slots:
         slot.settle(group.view(slot, group.params))
-    slices = group.kind.trainable and policy.slices_gradients
-    whole = group.kind.trainable and not slices
+    slices = group.key.trainable and policy.slices_gradients
+    whole = group.key.trainable and not slices
     group.grads = torch.zeros(group.numel if whole else 0, dtype=policy.grad_dtype, device=device)
     if group.sliced:
         group.free()
@@ -344,13 +344,13 @@ def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
     params, optimizer = policy.params_tier or memory, policy.optimizer_tier or memory
     for bucket in group.buckets:
         own = slice(bucket.own_first, bucket.own_last)
-        bucket.home = params(bucket.share, policy.param_dtype) if group.sliced else InMemory(group.params[own])
+        bucket.storage = params(bucket.share, policy.param_dtype) if group.sliced else InMemory(group.params[own])
         bucket.grad = optimizer(bucket.share, policy.grad_dtype) if slices else InMemory(group.grads[own])
 
 
 def _windows(group: Group, elements: int) -> Iterator[Bucket]:
     granule = group.shard.size * ALIGN
-    if group.kind.units is None:  # a unit's groups are pieces already
+    if group.key.units is None:  # a unit's groups are pieces already
         elements = min(elements, max(group.numel // PIECES, SMALLEST))
     step = max(granule, elements // granule * granule)
     for first in range(0, group.numel, step):

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
-from threed.memory.tiers import InMemory, Loan, start_copy
+from threed.memory.tiers import InMemory, StagedBuffer, start_copy
 from threed.planner.memory import BUCKETS_IN_FLIGHT
 from threed.topology import Axis
-from threed.zero.gradients import ByBucket, Gradient, Gradients, Travelling, Whole, early_sum, later_sums
+from threed.zero.gradients import BucketGradients, FullGradients, Gradient, Gradients, InFlight, early_sum, later_sums
 from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.norm import squares
 from threed.zero.others import left
@@ -63,13 +63,13 @@ class Reducer:
         self._learning = True  # until the first step is over
         self.speaks = True  # of the tensor ranks that hold the same, one names what is unused
         self.rounds = layout.policy.slices_gradients
-        self.memory: Gradients = ByBucket(layout) if self.rounds else Whole(layout)
+        self.memory: Gradients = BucketGradients(layout) if self.rounds else FullGradients(layout)
         self._sinks: dict[Slot, Sink] = {}
         self._buckets_of: dict[Slot, list[int]] = {}
         self._queues: dict[tuple[int, ...], Queue] = {}
         for group in layout.groups:
-            queue = self._queues.setdefault(group.kind.chunks, Queue(group.kind.chunks))
-            for slot in group.slots if group.kind.trainable else ():
+            queue = self._queues.setdefault(group.key.chunks, Queue(group.key.chunks))
+            for slot in group.slots if group.key.trainable else ():
                 sink = Sink(self, slot, self._expected(slot, group))
                 queue.sinks.append(sink)
                 slot.param.sink = sink  # type: ignore[attr-defined]
@@ -86,8 +86,8 @@ class Reducer:
         self._missing = [0] * len(layout.buckets)
         self._left: set[int] = set()  # buckets that have left in this round
         self._summed: set[int] = set()  # and those in this step
-        self._travelling: deque[Travelling] = deque()
-        self._arriving: deque[tuple[Travelling, Pending]] = deque()  # summed, and on their way to the host
+        self._in_flight: deque[InFlight] = deque()
+        self._returning: deque[tuple[InFlight, Pending]] = deque()  # summed, and on their way to the host
         self._squares: dict[Bucket, Tensor] = {}  # of complete slices
         self._aside: dict[Slot, Tensor] = {}
         self.gather_order: Callable[[], int] = lambda: 0  # what a step gathered, when that must be the same everywhere
@@ -111,11 +111,11 @@ class Reducer:
 
     def _expected(self, slot: Slot, group: Group) -> int:
         """Contributions in a micro-batch. What several chunks share gets some in each one's round."""
-        unknown = slot.varies or (self.rounds and len(group.kind.chunks) > 1)
+        unknown = slot.varies or (self.rounds and len(group.key.chunks) > 1)
         return EVER if unknown and not self.dynamic else self._places(slot)
 
     def _queue_of(self, number: int) -> Queue:
-        return self._queues[self.layout.buckets[number].group.kind.chunks]
+        return self._queues[self.layout.buckets[number].group.key.chunks]
 
     def _places(self, slot: Slot) -> int:
         return 1 if self.dynamic else len(slot.places)
@@ -141,7 +141,7 @@ class Reducer:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._land_all()
+        self._complete_all()
         self.memory.reset()
         self._aside.clear()
         self._squares.clear()
@@ -152,7 +152,7 @@ class Reducer:
     def _begin_round(self, queue: Queue) -> None:
         for sink in queue.sinks:
             sink.begin(self._passes)
-        due = {sink.slot for sink in queue.sinks if sink.due}
+        due = {sink.slot for sink in queue.sinks if sink.expected}
         for number in queue.buckets:
             self._missing[number] = sum(slot in due for slot in self._slots[number])
         self._left.difference_update(queue.buckets)
@@ -179,15 +179,15 @@ class Reducer:
         number = queue.buckets[queue.begun]
         bucket = self.layout.buckets[number]
         for slot in self._slots[number]:
-            if not self.sink_of(slot).seen:
+            if not self.sink_of(slot).received:
                 self.memory.missing(slot, bucket)
         queue.begun += 1
         self._left.add(number)
-        self._make_way(bucket)
+        self._limit_in_flight(bucket)
         window, add = self.memory.leave(bucket), self.rounds and number in self._summed
         self._summed.add(number)
-        loan = bucket.grad.fetch() if add else bucket.grad.blank()
-        shard, into = bucket.group.shard, loan.values
+        staged = bucket.grad.fetch() if add else bucket.grad.empty()
+        shard, into = bucket.group.shard, staged.values
         if shard.size == 1:
             pending = self._sum_over(window, early_sum(bucket))
         elif into.device != window.device:
@@ -195,51 +195,51 @@ class Reducer:
         else:
             pending = collectives.start_reduce_scatter(window, shard, wire=self.wire, into=into, add=add)
         complete = (queue.passes <= 1 or not self.rounds) and not later_sums(bucket)
-        self._travelling.append(Travelling(bucket, window, pending, loan, add, complete))
+        self._in_flight.append(InFlight(bucket, window, pending, staged, add, complete))
         at_hand = not add or isinstance(bucket.grad, InMemory)
         if self.rounds and at_hand and shard.size == 1 and not early_sum(bucket):
-            self._land()  # there is nothing to wait for
+            self._complete_oldest()  # there is nothing to wait for
 
-    def _make_way(self, bucket: Bucket) -> None:
+    def _limit_in_flight(self, bucket: Bucket) -> None:
         """Lands what is too much under way, for its buffers, and what an earlier round sent of this bucket: it is about
         to be read."""
-        while len(self._travelling) >= BUCKETS_IN_FLIGHT:
-            self._land()
-        while any(t.bucket is bucket for t in self._travelling):
-            self._land()
-        while any(t.bucket is bucket for t, _ in self._arriving):
-            self._arrive()
+        while len(self._in_flight) >= BUCKETS_IN_FLIGHT:
+            self._complete_oldest()
+        while any(t.bucket is bucket for t in self._in_flight):
+            self._complete_oldest()
+        while any(t.bucket is bucket for t, _ in self._returning):
+            self._store_oldest()
 
-    def _land(self) -> None:
+    def _complete_oldest(self) -> None:
         """Waits for the bucket that has been on its way longest."""
-        t = self._travelling.popleft()
-        t.loan.wait()  # what the sum may be added to
+        t = self._in_flight.popleft()
+        t.staged.wait()  # what the sum may be added to
         total = t.pending.wait()
-        self._arriving.append((t, start_copy(total, t.loan.values.device)))
-        while len(self._arriving) > (BUCKETS_IN_FLIGHT if total.device != t.loan.values.device else 0):
-            self._arrive()
+        self._returning.append((t, start_copy(total, t.staged.values.device)))
+        while len(self._returning) > (BUCKETS_IN_FLIGHT if total.device != t.staged.values.device else 0):
+            self._store_oldest()
 
-    def _land_all(self) -> None:
-        while self._travelling:
-            self._land()
-        while self._arriving:
-            self._arrive()
+    def _complete_all(self) -> None:
+        while self._in_flight:
+            self._complete_oldest()
+        while self._returning:
+            self._store_oldest()
 
-    def _arrive(self) -> None:
-        """Waits for the slice that has been on its way home longest."""
-        t, copy = self._arriving.popleft()
-        total, own = copy.wait(), t.loan.wait()
+    def _store_oldest(self) -> None:
+        """Waits for the slice that has been on its way storage longest."""
+        t, copy = self._returning.popleft()
+        total, own = copy.wait(), t.staged.wait()
         if not collectives.same_start(total, own):
             own.add_(total) if t.add else own.copy_(total)
-        self._put_back(t.bucket, t.loan, t.complete)
+        self._store(t.bucket, t.staged, t.complete)
         if t.window is not None:
             self.memory.left(t.window)
 
-    def _put_back(self, bucket: Bucket, loan: Loan, complete: bool) -> None:
-        """A bucket's slice goes home; what the norm needs of it is found while it is here, and in a cache."""
+    def _store(self, bucket: Bucket, staged: StagedBuffer, complete: bool) -> None:
+        """A bucket's slice goes storage; what the norm needs of it is found while it is here, and in a cache."""
         if complete:
-            self._squares[bucket] = squares(loan.values)
-        loan.store()
+            self._squares[bucket] = squares(staged.values)
+        staged.store()
 
     def pass_ended(self, chunk: int = 0) -> None:
         """A chunk's backward of a micro-batch is over; where that is a round, what is left of it leaves."""
@@ -254,7 +254,7 @@ class Reducer:
         """No more gradients will come in this round: what never got one counts as zero, and every bucket leaves."""
         self._start_all(queue)
         for sink in queue.sinks if self.dynamic or self._learning else ():
-            uses = -(-(sink.seen + sink.late) // self._passes)
+            uses = -(-(sink.received + sink.late) // self._passes)
             sink.uses = uses if self.dynamic else max(sink.uses, uses)
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
@@ -266,7 +266,7 @@ class Reducer:
     def finish(self) -> list[Gradient]:
         """Each bucket's slice of the summed gradients, in bucket order."""
         self.all_passes_ended()
-        self._land_all()
+        self._complete_all()
         if any(group.sliced for group in self.layout.groups):
             self.memory.trim()  # gathered parameters are the next to need memory
         if self.dynamic:
@@ -283,20 +283,20 @@ class Reducer:
     def _sum_rest(self) -> list[Gradient]:
         """Each bucket's slice, summed over the axes that are left: one after the other, in the order of groups, which
         ranks have in common where they share a group. In the order of completion stages would wait in a circle."""
-        for bucket in (bucket for group in self.layout.groups if group.kind.trainable for bucket in group.buckets):
+        for bucket in (bucket for group in self.layout.groups if group.key.trainable for bucket in group.buckets):
             if axes := later_sums(bucket):
-                self._make_way(bucket)
-                loan = bucket.grad.fetch()
-                pending = self._sum_over(loan.wait().to(bucket.group.params.device), axes)
-                self._travelling.append(Travelling(bucket, None, pending, loan, add=False, complete=True))
-        self._land_all()
+                self._limit_in_flight(bucket)
+                staged = bucket.grad.fetch()
+                pending = self._sum_over(staged.wait().to(bucket.group.params.device), axes)
+                self._in_flight.append(InFlight(bucket, None, pending, staged, add=False, complete=True))
+        self._complete_all()
         return [self._gradient(bucket) for bucket in self.layout.buckets]
 
     def _gradient(self, bucket: Bucket) -> Gradient:
         if bucket not in self._squares:  # the step had fewer micro-batches than announced
-            loan = bucket.grad.fetch()
-            self._squares[bucket] = squares(loan.wait())
-            loan.drop()
+            staged = bucket.grad.fetch()
+            self._squares[bucket] = squares(staged.wait())
+            staged.drop()
         return Gradient(bucket.grad, self._squares[bucket])
 
     def _sum_over(self, tensor: Tensor, axes: tuple[Axis, ...]) -> Pending:
@@ -318,7 +318,7 @@ class Reducer:
     def _name_unused(self) -> None:
         """Names the parameters that no rank has used in the first step."""
         policy = self.layout.policy
-        own = {slot for group in self.layout.groups if not group.kind.tied for slot in group.slots}
+        own = {slot for group in self.layout.groups if not group.key.tied for slot in group.slots}
         never = {sink.slot.spec.name for sink in self.sinks if not sink.used and sink.slot in own}
         for axis in (policy.shard, policy.replicas):
             never.intersection_update(*collectives.exchange(sorted(never), axis))
@@ -363,8 +363,8 @@ class Reducer:
                     grad = self._aside[slot].view(-1)[first - slot.first : last - slot.first]
                     window[first - bucket.first : last - bucket.first].copy_(grad)
             total = collectives.start_reduce_scatter(window, policy.shard, wire=self.wire)
-            loan = bucket.grad.fetch()
-            own = loan.wait()
+            staged = bucket.grad.fetch()
+            own = staged.wait()
             own.add_(self._sum_over(total.wait(), early_sum(bucket)).wait().to(own.device))
-            self._put_back(bucket, loan, complete=not later_sums(bucket))
+            self._store(bucket, staged, complete=not later_sums(bucket))
         self._aside.clear()

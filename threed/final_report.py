@@ -33,7 +33,7 @@ def memory_rows(forecast: Forecast, peaks: Sequence[int], step: int) -> list[dic
 def draw(
     folder: Path, data: Data, forecast: Forecast, spans: Sequence[Sequence[Any]], memory: Sequence[Mapping[str, Any]]
 ) -> list[Path]:
-    """Draws loss.svg, memory.svg and pipeline.svg into the run's figures; gives those that were drawn."""
+    """RngState loss.svg, memory.svg and pipeline.svg into the run's figures; gives those that were drawn."""
     figures.save_figure_data(
         folder, uniform_entropy=data.uniform_entropy, unigram_entropy=data.unigram_entropy, memory=list(memory)
     )
