@@ -17,8 +17,8 @@ as it is used. The operation's result is what the next layer saves as its input,
 save nothing: tensors are known by the storage they lie in, and a result is packed as a promise to rebuild it wherever
 it is saved (Megatron-Core does the same by emptying the output's storage). Weights are saved too, often as transposed
 views; their storage is none of those. A result that was changed in place since, or is seen in another dtype, is nothing
-that could be rebuilt: it is kept as any other tensor. Tensors that are kept and change before the backward are an error,
-as they are without hooks; autograd itself looks no more once there are hooks.
+that could be rebuilt: it is kept as any other tensor. Kept tensors that change before the backward are an error, as
+they are without hooks; autograd itself looks no more once there are hooks.
 
 Names in use: attention (the core: norms of heads, rotary positions, scaled dot product; queries, keys and values are
 kept as projected), activation (of the MLP; its input is kept), norm (its input is kept). Under sequence parallelism a

@@ -184,7 +184,7 @@ class Drive:
 
 
 class DriveOnPaper(Drive):
-    """A drive that holds nothing: what would be there can be counted, and every staged buffer is one and the same tensor."""
+    """A drive that holds nothing: what would be there can be counted; all staged buffers are one tensor."""
 
     def __init__(self) -> None:
         super().__init__(cast(Disk, self))
