@@ -2,8 +2,8 @@
 
     blueprint = Blueprint.draw(model, topology, config, costs)
 
-On a topology with process groups this is what an engine trains. On `Topology.drawn`, under torch's fake tensors, it
-is what any rank of any grid would hold, and no byte of it is in memory.
+On a topology with process groups this is what an engine trains. On `Topology.drawn`, whose device is meta, it is what
+any rank of any grid would hold, and no byte of it is in memory.
 """
 
 from __future__ import annotations

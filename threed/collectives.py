@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from threed.device import count, current
 from threed.topology import Axis, Link
@@ -65,11 +64,6 @@ def split(size: int, parts: int, index: int) -> tuple[int, int]:
     return size * index // parts, size * (index + 1) // parts
 
 
-def shapes_only(tensor: Tensor) -> bool:
-    """Whether a tensor has no values: a layer is being traced, or a rank is planned on paper."""
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
 def same_start(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors begin at the same place in memory."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
@@ -82,8 +76,8 @@ def _gloo(axis: Axis) -> bool:
 
 
 def _start(collective: Callable[..., dist.Work | None], out: Tensor, *args: Any, axis: Axis) -> dist.Work | None:
-    """Begins a collective; what has shapes only is not sent."""
-    return None if shapes_only(out) else collective(out, *args, group=axis.group, async_op=True)
+    """Begins a collective; on the meta device, where tensors have shapes only, nothing is sent."""
+    return None if out.is_meta else collective(out, *args, group=axis.group, async_op=True)
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -3,7 +3,7 @@
     costs = trace(blueprint.model, blueprint.layers, config, topology, blueprint.recomputed)
     footprint(blueprint, costs)             bytes by purpose, and bytes sent over each axis
 
-To be used under torch's fake tensors. Parameters, gradients and optimizer states are the storages that an engine makes;
+Blueprints are those of `Topology.drawn`. Parameters, gradients and optimizer states are the storages that an engine makes;
 reductions and gathers are those of ZeRO's own reducer and gatherer, run on gradients that are shapes only.
 """
 
@@ -31,7 +31,7 @@ from threed.planner.grid import AXES
 from threed.precision import dtype
 from threed.schedules import Action, Kind
 from threed.schedules.action import COMPUTE
-from threed.topology import Topology
+from threed.topology import Topology, default_device
 from threed.zero import setup
 from threed.zero.layout import Group, Layout
 from threed.zero.reducer import Reducer
@@ -62,7 +62,7 @@ def trace(
     costs = tracer.trace(layers, activation_checkpointing.on_paper(config, recomputed, model.slicing))
     if config.recompute.mode == "full":
         for number in recomputed:
-            costs[number] = _moved(costs[number], config, topology.device.type)
+            costs[number] = _moved(costs[number], config, default_device().type)
     return costs
 
 
@@ -96,7 +96,7 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     config, layout, traffic = blueprint.config, blueprint.layout, blueprint.topology.traffic
     rule, delayed, before = setup.rule(config.optim), config.zero.delayed_update, Counter(traffic)
     states = [new_state(bucket, rule.state_names, layout.policy, delayed) for bucket in layout.buckets]
-    held = holdings(layout, states)
+    held = holdings(layout, states, default_device().type == "cuda")
     if delayed:
         held["optimizer"] += sum(bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets)
     gathered = _gather(blueprint)
@@ -254,7 +254,7 @@ class _Reductions:
 
     def _backward(self, reducer: Reducer, layout: Layout, units: range, watch: Watch) -> None:
         """Every parameter of some units gets its gradients."""
-        found = torch.empty((), dtype=layout.policy.grad_dtype)
+        found = torch.empty((), dtype=layout.policy.grad_dtype, device=META)
         for unit in reversed(units):
             watch.begin()
             for slot in reversed(layout.slots):

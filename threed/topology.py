@@ -123,10 +123,10 @@ class Topology:
         self._set_up(Grid.of(world, pp=pp, dp=dp, cp=cp, tp=tp), rank, groups=True)
 
     @classmethod
-    def drawn(cls, grid: Grid, rank: int, device: torch.device | None = None) -> Topology:
-        """What a rank of a grid sees, without a process group: its axes have no groups, and nothing can be sent."""
+    def drawn(cls, grid: Grid, rank: int) -> Topology:
+        """What a rank of a grid sees, on paper: its axes have no groups, and its tensors have shapes and no values."""
         topology = cls.__new__(cls)
-        topology.device = device or default_device()
+        topology.device = torch.device("meta")
         topology._set_up(grid, rank, groups=False)
         return topology
 

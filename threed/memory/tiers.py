@@ -137,6 +137,7 @@ class Drive:
 
     def __init__(self, disk: Disk, nbytes: int = 0, count: int = 1) -> None:
         self.disk, self.nbytes, self.count, self.idle = disk, nbytes, count, 0
+        self.device = torch.device("cpu")  # of the buffers
         self.make_room: Callable[[], None] = lambda: None  # asked to give buffers back when all are in use
         self._pool: Pool | None = None
         self._writing: deque[tuple[Transfer, Tensor]] = deque()
@@ -186,8 +187,9 @@ class Drive:
 class DriveOnPaper(Drive):
     """A drive that holds nothing: what would be there can be counted; all staged buffers are one tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(cast(Disk, self))
+        self.device = device
         self._buffer: Tensor | None = None
 
     def reserve(self, nbytes: int) -> int:
@@ -196,7 +198,7 @@ class DriveOnPaper(Drive):
 
     def take(self) -> Tensor:
         if self._buffer is None:
-            self._buffer = torch.empty(self.nbytes, dtype=torch.uint8)
+            self._buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         return self._buffer
 
     def give(self, buffer: Tensor) -> None:
@@ -216,7 +218,7 @@ class OnDrive:
     """A storage in a swap file: a region of its own."""
 
     def __init__(self, drive: Drive, numel: int, dtype: torch.dtype) -> None:
-        self.drive, self.device = drive, torch.device("cpu")
+        self.drive, self.device = drive, drive.device
         self.hold(numel, dtype)
         self.offset = drive.disk.reserve(self.nbytes)
         self.writing: Transfer | None = None

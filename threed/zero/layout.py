@@ -50,7 +50,7 @@ class Policy:
     buffers of gradients on their way are kept from step to step, also under stage 3.
     params_tier: where slices of parameters live under stage 3, and optimizer_tier: where the optimizer's state and,
     from stage 2 on, slices of gradients do; by default on the device. With a tier of their own, they are slices also
-    on one rank alone.
+    on one rank alone. host: where such a tier's values are worked on.
     """
 
     stage: int
@@ -64,6 +64,7 @@ class Policy:
     arena: bool = False
     params_tier: Tier | None = None
     optimizer_tier: Tier | None = None
+    host: torch.device = torch.device("cpu")
 
     @property
     def drives(self) -> set[Drive]:

@@ -39,21 +39,22 @@ def policy(config: Config, topology: Topology) -> Policy:
     """How parameters are laid out."""
     alone = Axis("dp", (topology.rank,), 0, None, topology.traffic)
     shard, replicas, _ = (topology.axis(name) if name else alone for name in shard_axes(config, topology))
-    params, optimizer = _tiers(config, topology.on_paper)
+    host = topology.device if topology.on_paper else torch.device("cpu")
+    params, optimizer = _tiers(config, host, topology.on_paper)
     return Policy(
         stage=config.zero.stage, shard=shard, replicas=replicas, bucket_bytes=int(config.zero.bucket_mib * 2**20),
         param_dtype=dtype(config.precision.dtype), grad_dtype=dtype(config.precision.grad_dtype or "fp32"),
         resident=config.zero.resident, options=group_options(config.optim), arena=config.recompute.arena,
-        params_tier=params, optimizer_tier=optimizer,
+        params_tier=params, optimizer_tier=optimizer, host=host,
     )  # fmt: skip
 
 
-def _tiers(config: Config, on_paper: bool) -> tuple[Tier | None, Tier | None]:
+def _tiers(config: Config, host: torch.device, on_paper: bool) -> tuple[Tier | None, Tier | None]:
     """Where parameters and the optimizer's state live, when not on the device."""
     zero = config.zero
-    places: dict[str, Tier | None] = {"none": None, "cpu": memory_tier(torch.device("cpu"))}
+    places: dict[str, Tier | None] = {"none": None, "cpu": memory_tier(host)}
     if "nvme" in (zero.offload_params, zero.offload_optimizer):
-        places["nvme"] = DriveOnPaper() if on_paper else Drive(Disk(str(zero.nvme_path), "zero"))
+        places["nvme"] = DriveOnPaper(host) if on_paper else Drive(Disk(str(zero.nvme_path), "zero"))
     return places[zero.offload_params], places[zero.offload_optimizer]
 
 

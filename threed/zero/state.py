@@ -120,7 +120,7 @@ def new_state(bucket: Bucket, parts: tuple[str, ...], policy: Policy, delayed: b
     device = bucket.group.params.device
     tier = policy.optimizer_tier or memory_tier(device)
     wide = bucket.storage.dtype in (torch.float32, torch.float64)
-    here = bucket.storage.device == (torch.device("cpu") if policy.optimizer_tier else device)
+    here = bucket.storage.device == (policy.host if policy.optimizer_tier else device)
     dtype = bucket.storage.dtype if wide else torch.float32
     weight = bucket.storage if wide and here and not delayed else tier(bucket.share, dtype)
     return State(bucket, {WEIGHT: weight, **{part: tier(bucket.share, dtype) for part in parts}})
@@ -146,37 +146,38 @@ def update_order(states: Sequence[State], middle: bool) -> list[int]:
     return large[: len(large) // 2] + small + large[len(large) // 2 :]
 
 
-def _places(layout: Layout, states: Sequence[State]) -> Iterator[tuple[str, Tensor | OnDrive]]:
-    """Where parameters, gradients and the optimizer's states are, each by what it is."""
+def _places(layout: Layout, states: Sequence[State]) -> Iterator[tuple[str, Tensor | OnDrive, bool]]:
+    """Where parameters, gradients and the optimizer's states are: each by what it is, and whether a tier has it."""
+    policy = layout.policy
     for group in layout.groups:
-        yield "parameters", group.params
-        yield "gradients", group.grads
-    storages = [("parameters", bucket.storage) for group in layout.groups for bucket in group.buckets]
-    storages += [("gradients", bucket.grad) for group in layout.groups for bucket in group.buckets]
-    storages += [("optimizer", storage) for state in states for storage in state.storages.values()]
-    for what, storage in storages:
+        yield "parameters", group.params, False
+        yield "gradients", group.grads, False
+    buckets = [bucket for group in layout.groups for bucket in group.buckets]
+    found = [("parameters", bucket.storage, policy.params_tier) for bucket in buckets]
+    found += [("gradients", bucket.grad, policy.optimizer_tier) for bucket in buckets]
+    found += [("optimizer", own, policy.optimizer_tier) for state in states for own in state.storages.values()]
+    for what, storage, tier in found:
         if isinstance(storage, InMemory):
-            yield what, storage.tensor
+            yield what, storage.tensor, tier is not None
         elif isinstance(storage, OnDrive):
-            yield what, storage
+            yield what, storage, True
 
 
 def storages(layout: Layout, states: Sequence[State]) -> list[Tensor]:
     """A tensor of every storage that parameters, gradients and optimizer states have in memory."""
-    return [place for _, place in _places(layout, states) if isinstance(place, Tensor)]
+    return [place for _, place, _ in _places(layout, states) if isinstance(place, Tensor)]
 
 
-def holdings(layout: Layout, states: Sequence[State]) -> dict[str, int]:
+def holdings(layout: Layout, states: Sequence[State], beside_gpu: bool) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states on the device, and of those of them that are elsewhere
-    (`offloaded`): every storage, and every region of a drive, once."""
+    (`offloaded`): every storage, and every region of a drive, once. beside_gpu: the host's memory is elsewhere."""
     seen: set[int] = set()
     held = {"parameters": 0, "gradients": 0, "optimizer": 0, "offloaded": 0}
-    device = next((group.params.device for group in layout.groups), None)
-    for what, place in _places(layout, states):
+    for what, place, in_tier in _places(layout, states):
         drive = isinstance(place, OnDrive)
         key, nbytes = (id(place), place.nbytes) if isinstance(place, OnDrive) else _storage(place)
         if key not in seen:
-            held["offloaded" if drive or place.device != device else what] += nbytes
+            held["offloaded" if drive or (in_tier and beside_gpu) else what] += nbytes
         seen.add(key)
     return held
 
