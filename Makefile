@@ -1,6 +1,7 @@
 # make train   set up, then train a small GPT on 4 ranks: 2 tensor-parallel x 2 pipeline    (ARGS="--train.steps 50" for more flags)
 # make test    set up, then run the tests: TEST_JOBS files at a time, then those that need the machine alone (ARGS="-k layers")
 # make test-fast   the same without the slow ones: about two minutes
+# make test-lowest   the fast tests with the oldest torch and pydantic that pyproject.toml allows, in .venv-lowest
 # make check   set up, then check format, lint and types
 # make bench   set up, then run the benchmarks
 # make clean   remove the virtual environment and what tools left behind; runs/ stays
@@ -32,7 +33,7 @@ PARALLEL  := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # pytest's status where a selection leaves a phase without tests
 OR_NONE   := || [ $$? -eq 5 ]
 
-.PHONY: train test test-fast check bench clean setup
+.PHONY: train test test-fast test-lowest check bench clean setup
 
 train: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc-per-node 4 pretrain/gpt.py --preset tiny --parallel.tp 2 --parallel.pp 2 $(ARGS)
@@ -43,6 +44,15 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not grid and not alone and not slow" $(ARGS)
+
+# A Python with the oldest torch, which the set-up then uses as it is.
+LOWEST := $(shell sed -n 's/^    "\(torch\|pydantic\)>=\([0-9.]*\)".*/\1==\2/p' pyproject.toml)
+test-lowest:
+	@[ -x .venv-lowest-torch/bin/python ] || $(PYTHON) -m venv .venv-lowest-torch
+	.venv-lowest-torch/bin/python -m pip install --quiet $(TORCH_ARGS) $(filter torch%,$(LOWEST))
+	$(MAKE) --no-print-directory setup VENV=.venv-lowest PYTHON=.venv-lowest-torch/bin/python
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check $(filter pydantic%,$(LOWEST))
+	$(MAKE) --no-print-directory test-fast VENV=.venv-lowest PYTHON=.venv-lowest-torch/bin/python
 
 check: $(STAMP)
 	$(BIN)/python -m ruff format --check .
@@ -77,5 +87,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) $(TORCH_ARGS) "$$(grep '^torch==' constraints.txt)"
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest .venv-lowest-torch build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,6 @@
-"""The build hook of `pip install`: compiles csrc into the wheel; without a compiler it says so, and leaves it out.
+"""The hooks of `pip install`: the wheel gets a library compiled from csrc, and the README links that work anywhere.
+
+Without a compiler the wheel has the sources alone, and says so: the first use on a machine with one compiles them.
 
 An editable installation has no wheel to put libraries into: they go where the first use would compile them.
 """
@@ -6,6 +8,7 @@ An editable installation has no wheel to put libraries into: they go where the f
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import sysconfig
 import tempfile
@@ -14,6 +17,10 @@ from types import ModuleType
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+# glibc of the oldest distributions whose libstdc++ has GLIBCXX_3.4.N (PEP 600's policies): {N: minor version}
+LIBSTDCXX = {29: 34, 30: 35, 33: 39}
 
 
 def _builder(root: Path) -> ModuleType:
@@ -53,9 +60,35 @@ class NativeLibraries(BuildHookInterface):
         self.folder.cleanup()
 
 
+class Readme(MetadataHookInterface):
+    """README.md with links into the repository of pyproject.toml."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Gives the project its long description."""
+        text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        metadata["readme"] = {"content-type": "text/markdown", "text": absolute(text, metadata["urls"]["Repository"])}
+
+
+def absolute(text: str, repository: str) -> str:
+    """Markdown whose relative links lead into a repository's main branch; pictures to the file itself."""
+    text = re.sub(r"(!\[[^\]]*\]\()(?!https?:)", rf"\1{repository}/raw/main/", text)
+    return re.sub(r"(?<!!)(\[[^\]]*\]\()(?!https?:|#)", rf"\1{repository}/blob/main/", text)
+
+
 def _include(path: Path, place: str, build_data: dict[str, Any]) -> None:
     """Puts a library into the wheel, which then fits one platform, but any Python."""
-    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     build_data["force_include"][str(path)] = place
     build_data["pure_python"] = False
-    build_data["tag"] = f"py3-none-{platform}"
+    build_data["tag"] = f"py3-none-{platform_of(path.read_bytes())}"
+
+
+def platform_of(library: bytes) -> str:
+    """The platform tag of a shared library: `manylinux_2_35_x86_64` where glibc 2.35 and what came with it will do."""
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    glibc = [(int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)]
+    newest = max((int(n) for n in re.findall(rb"GLIBCXX_3\.4\.(\d+)", library)), default=0)
+    beside = next((minor for n, minor in LIBSTDCXX.items() if newest <= n), None)
+    if not glibc or beside is None:  # not Linux with glibc, or a compiler newer than the table: for machines like this
+        return platform
+    major, minor = max(*glibc, (2, beside))
+    return platform.replace("linux", f"manylinux_{major}_{minor}", 1)

@@ -9,7 +9,7 @@ step    fp32 gradients, no copy: the optimizer's call alone.
 
 Both are set against 28 bytes a parameter, the least that `full` can move. All contenders work on the same tensors, in
 turn, and after each of them in every round the rate of an update in place (c += a, 12 bytes an element) is measured.
-Rates are those of the best repetition, as for STREAM. A JSON record a contender goes to the terminal.
+GroupOptions are those of the best repetition, as for STREAM. A JSON record a contender goes to the terminal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks import host  # noqa: E402
 from threed import native  # noqa: E402
 from threed.memory.pool import host_buffer  # noqa: E402
 from threed.ops.adam import Adam  # noqa: E402
-from threed.ops.update import Moment  # noqa: E402
+from threed.ops.update import StepScalars  # noqa: E402
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 CHUNK = 10_000_000  # parameters a tensor
@@ -75,7 +75,7 @@ class Threed:
 
     def _update(self, grads: list[Tensor], copies: list[Tensor] | list[None]) -> None:
         self.steps += 1
-        now = Moment(*(torch.tensor(value, dtype=torch.float64) for value in (LR, self.steps, 1.0, 0.0)))
+        now = StepScalars(*(torch.tensor(value, dtype=torch.float64) for value in (LR, self.steps, 1.0, 0.0)))
         arrays = self.arrays
         for p, g, m, v, out in zip(arrays.p, grads, arrays.m, arrays.v, copies, strict=True):
             self.rule.update(p, g, (m, v), now, DECAY, out)

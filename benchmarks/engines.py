@@ -105,8 +105,8 @@ class ThreeD:
     @property
     def kept_mib(self) -> float:
         """State that the last update left in the drive's buffers: it was not written, and the next does not read it."""
-        loans = [loan for state in self.trainer.optimizer.states for loan in state.kept.values()]
-        return sum(loan.wait().nbytes for loan in loans) / 2**20
+        buffers = [staged for state in self.trainer.optimizer.states for staged in state.kept.values()]
+        return sum(staged.wait().nbytes for staged in buffers) / 2**20
 
 
 def make_trainer(config: GPTConfig, topology: Topology, settings: dict[str, Any]) -> Trainer:

@@ -32,7 +32,7 @@ from threed.config import Config, resolve  # noqa: E402
 from threed.engine import Engine  # noqa: E402
 from threed.layers import Slicing  # noqa: E402
 from threed.memory.tiers import Drive  # noqa: E402
-from threed.ops.update import Moment  # noqa: E402
+from threed.ops.update import StepScalars  # noqa: E402
 from threed.topology import Topology  # noqa: E402
 from threed.zero.reducer import Gradient  # noqa: E402
 
@@ -72,7 +72,7 @@ def step(engine: Engine, rule: Any, number: int) -> float:
     engine.optimizer.rule = rule
     tier = engine.layout.policy.optimizer_tier
     began = time.perf_counter()
-    engine.optimizer._update_all(gradients, Moment(one * 1e-4, one * number, one, one * 0))
+    engine.optimizer._update_all(gradients, StepScalars(one * 1e-4, one * number, one, one * 0))
     if isinstance(tier, Drive):
         tier.settle()
     return time.perf_counter() - began

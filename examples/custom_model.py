@@ -47,7 +47,7 @@ class ParallelBlock(nn.Module):
 
 
 class ParallelModel:
-    """The model as a list of pipeline layers, and what each costs: all that an engine asks for."""
+    """The model as a list of pipeline layers: all that an engine asks for."""
 
     def __init__(self, config: ModelConfig, slicing: layers.Slicing) -> None:
         self.config, self.slicing, self.hidden = config, slicing, config.hidden
@@ -60,11 +60,6 @@ class ParallelModel:
         # The head is tied: it names the embedding's table, though the two may lie on different stages.
         head = layers.LanguageModelHead("head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, slicing)
         return [embedding, *blocks, head]
-
-    def costs(self, micro_batch: int) -> list[float]:
-        """Weights of the matmuls, to which FLOPs are proportional: what stages are balanced by."""
-        c = self.config
-        return [0.0, *[12.0 * c.hidden**2] * c.layers, float(c.hidden * (c.vocab or 0))]
 
 
 def configure() -> tuple[Config, Data]:

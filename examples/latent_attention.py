@@ -76,11 +76,6 @@ class LatentModel:
         norms = tuple(layers.RMSNorm(f"{name}.{part}_norm", c.hidden, slicing) for part in ("attention", "mlp"))
         return layers.Block(name, norms, attention, layers.MLP(f"{name}.mlp", c.hidden, 4 * c.hidden, slicing), slicing)
 
-    def costs(self, micro_batch: int) -> list[float]:
-        """Weights of the matmuls, to which FLOPs are proportional: what stages are balanced by."""
-        c = self.config
-        return [0.0, *[11.0 * c.hidden**2] * c.layers, float(c.hidden * (c.vocab or 0))]
-
 
 def main() -> None:
     from custom_model import configure, train  # the file beside this one

@@ -69,11 +69,6 @@ class SlidingWindow:
         mlp = layers.GatedMLP(f"{name}.mlp", c.hidden, 2 * c.hidden, slicing, activation=layers.gelu)
         return layers.Block(name, norms, mixing, mlp, slicing)
 
-    def costs(self, micro_batch: int) -> list[float]:
-        """Weights of the matmuls, to which FLOPs are proportional: what stages are balanced by."""
-        c = self.config
-        return [0.0, *[10.0 * c.hidden**2] * c.layers, float(c.hidden * (c.vocab or 0))]
-
 
 def main() -> None:
     from custom_model import configure, train  # the file beside this one

@@ -8,16 +8,8 @@ python pretrain/gpt.py --preset tiny --dry-run --world-size 4  # check, and prin
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from threed import launch
 
 if __name__ == "__main__":
-    sys.exit(
-        launch.main(
-            sys.argv[1:],
-            defaults={"model": {"arch": "gpt"}},
-            presets=Path(__file__).parent / "presets",
-            prog="pretrain/gpt.py",
-        )
-    )
+    sys.exit(launch.main(sys.argv[1:], arch="gpt", prog="pretrain/gpt.py"))

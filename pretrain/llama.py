@@ -8,16 +8,8 @@ python pretrain/llama.py --preset llama-tiny --dry-run --world-size 4  # check, 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from threed import launch
 
 if __name__ == "__main__":
-    sys.exit(
-        launch.main(
-            sys.argv[1:],
-            defaults={"model": {"arch": "llama"}},
-            presets=Path(__file__).parent / "presets",
-            prog="pretrain/llama.py",
-        )
-    )
+    sys.exit(launch.main(sys.argv[1:], arch="llama", prog="pretrain/llama.py"))

@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # The files that take longest, longest first: they begin first, so that two workers end together; all are slow.
 LONGEST = (
     "test_equivalence", "test_pretrain", "test_zero_wrapped", "test_benchmarks", "test_verify", "test_recompute_memory",
-    "test_zero_memory", "test_zero_offload", "test_bytes", "test_zero_layout", "test_users_models",
+    "test_zero_memory", "test_zero_offload", "test_bytes", "test_wheel", "test_zero_layout", "test_users_models",
     "test_wrapped_models", "test_executor", "test_zero_optimizers", "test_zero_offload_wrapped", "test_step",
     "test_recompute", "test_deepspeed_offload_run", "test_checkpoint_resume", "test_precision", "test_zero_tile",
     "test_docs", "test_own_models", "test_step_weights", "test_zero_offload_memory", "test_wrapped_elsewhere",

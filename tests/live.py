@@ -19,6 +19,7 @@ class Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[int, StorageWeakRef] = {}
+        self.made = False  # set when a new one was seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -33,7 +34,7 @@ class Live(TorchDispatchMode):
                     storage = value.untyped_storage()
                     known = self._seen.get(storage._cdata)
                     if known is None or known.expired():
-                        self._seen[storage._cdata] = StorageWeakRef(storage)
+                        self._seen[storage._cdata], self.made = StorageWeakRef(storage), True
             elif not isinstance(value, str) and isinstance(value, Iterable):
                 self._look_at(value)
 
@@ -68,3 +69,16 @@ class Live(TorchDispatchMode):
     def bytes_now(self) -> int:
         """The sum of the sizes at this moment, with messages that gloo is done with and has not let go of."""
         return sum(self.sizes())
+
+
+class Peak(Live):
+    """Looks after every operation; `most` is the largest sum of sizes there was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.most = max(self.most, self.bytes_now())
+        return out

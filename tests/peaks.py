@@ -17,13 +17,14 @@ from threed.topology import Topology
 
 
 class Peak(Live):
-    """The most bytes that were alive after an operation."""
+    """The most bytes that were alive after an operation that made a tensor."""
 
     most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.most = max(self.most, self.bytes_now())
+        if self.made:
+            self.made, self.most = False, max(self.most, self.bytes_now())
         return out
 
 

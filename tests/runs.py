@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.configs import engine_of
-from threed import collectives, ending
+from threed import collectives, final_report
 from threed.config import Config, resolve
 from threed.data import Data, open_data
 from threed.trainer import Trainer
@@ -47,7 +47,9 @@ def run(folder: Path, data: Data, world: int = 1, **groups: dict[str, Any]) -> s
     """Trains to the end as a command line would; what this rank printed. Collective."""
     engine = engine_of(configuration(folder, data, world, **groups))
     with contextlib.redirect_stdout(io.StringIO()) as said, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ending, "draw", lambda *about: [])  # seconds of matplotlib; test_pretrain.py looks at the figures
+        patch.setattr(
+            final_report, "draw", lambda *about: []
+        )  # seconds of matplotlib; test_pretrain.py looks at the figures
         Trainer(engine, data, ["pretrain/gpt.py"]).run()
     collectives.barrier(engine.topology.axis("world"))  # rank 0 writes on after the others are done
     return said.getvalue()

@@ -197,7 +197,7 @@ def test_values_and_their_forms() -> None:
     for value in (x, (x, ids), {"a": x, "b": ids, "c": x.detach().half()}):
         form = Form.of(value)
         assert Form.from_bytes(form.to_bytes()) == form
-        assert [t.shape for t in form.blank(torch.device("cpu"))] == [t.shape for t in tensors(value)]
+        assert [t.shape for t in form.empty(torch.device("cpu"))] == [t.shape for t in tensors(value)]
         again = form.value([t.detach().clone() for t in tensors(value)])
         assert Form.of(again) == form
         grads = form.gradients_to_send(like(value, [None] * len(tensors(value))), torch.device("cpu"))

@@ -19,8 +19,10 @@ from safetensors import safe_open
 from tests.checkpoints import train
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
+from threed import atomic
+from threed.atomic import publish
 from threed.checkpoint import files, native
-from threed.checkpoint.files import publish, sha256, stream_tensors
+from threed.checkpoint.files import sha256, stream_tensors
 from threed.sharding import Piece, boxes, intersect
 
 
@@ -162,13 +164,13 @@ def saved_under_watch(path: Path) -> list[tuple[list[tuple[str, str]], list[str]
         for _ in range(2):
             train(engine, 1)
             recorder = Recorder(path, patch)
-            swap = files._swap
+            swap = atomic._swap
 
             def noted(a: Path, b: Path, recorder: Recorder = recorder, swap: Any = swap) -> bool:
                 recorder._note("swap", a)
                 return bool(swap(a, b))
 
-            patch.setattr(files, "_swap", noted)
+            patch.setattr(atomic, "_swap", noted)
             engine.save(path)
             recorder._look("the end")
             recorder.recording = False

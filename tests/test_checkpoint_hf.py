@@ -303,12 +303,12 @@ def test_export_holds_a_few_tensors_at_a_time(tmp_path: Path) -> None:
 def test_names_and_shapes_that_do_not_fit_are_listed(saved: dict[str, Any]) -> None:
     model, weights = config_of("gpt", 1).model, dict(saved["weights"]["gpt"])
     del weights["blocks.0.mlp.up.bias"]
-    weights["blocks.0.mlp.gate.weight"] = torch.zeros(2)
+    weights["blocks.0.mlp.tile_gatherer.weight"] = torch.zeros(2)
     weights["head.norm.weight"] = torch.zeros(31)
     with pytest.raises(CheckpointError) as error:
         hf.state_dict_to_hf(weights, model)
     assert "blocks.0.mlp.up.bias is missing" in str(error.value)
-    assert "blocks.0.mlp.gate.weight is unexpected" in str(error.value)
+    assert "blocks.0.mlp.tile_gatherer.weight is unexpected" in str(error.value)
     assert "head.norm.weight is [31], not [32]" in str(error.value)
     with pytest.raises(CheckpointError) as error:
         hf.state_dict_to_hf({"a": torch.zeros(1)}, model)
@@ -323,10 +323,13 @@ def test_names_and_shapes_that_do_not_fit_are_listed(saved: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
-        ({"arch": "gpt", "heads": 4, "kv_heads": 2}, "GPT-2 cannot express 2 key/value heads for 4 heads"),
-        ({"arch": "gpt", "heads": 4, "head_dim": 16}, "GPT-2 cannot express 4 heads of size 16 for width 32"),
-        ({**LLAMA, "qk_norm": True, "bias": True}, "Qwen3 cannot express biases in the MLP"),
-        ({**LLAMA, "heads": 6, "head_dim": 8}, "cannot express a width .32. that is no multiple"),
+        ({"arch": "gpt", "heads": 4, "kv_heads": 2}, "GPT-2 cannot express --model.kv-heads 2 for 4 heads"),
+        (
+            {"arch": "gpt", "heads": 4, "head_dim": 16},
+            "GPT-2 cannot express --model.head-dim 16 for 4 heads and width 32",
+        ),
+        ({**LLAMA, "qk_norm": True, "bias": True}, "Qwen3 cannot express --model.bias true with"),
+        ({**LLAMA, "heads": 6, "head_dim": 8}, "cannot express --model.hidden 32, which is no multiple"),
     ],
 )
 def test_what_a_layout_cannot_express_is_refused(model: dict[str, Any], problem: str) -> None:

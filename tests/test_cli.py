@@ -11,7 +11,7 @@ import pytest
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
 from threed import launch
-from threed.cli import PRESETS, main
+from threed.cli import main
 
 
 def save_checkpoint(path: Path) -> None:
@@ -44,6 +44,20 @@ def test_plan_is_the_dry_run(
     assert "rank 3" in capsys.readouterr().out
 
 
+def test_train_takes_the_flags_of_training_and_an_architecture(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dry = ["--dry-run", "--world-size", "2", "--model.layers", "2"]
+    for words, arch in ((["gpt"], "gpt"), (["llama"], "llama"), ([], "gpt"), (["--preset", "llama-tiny"], "llama")):
+        assert main(["train", *words, *dry]) == 0
+        assert f"model      {arch}," in capsys.readouterr().out
+    assert main(["train", "llama", "--help"]) == 0
+    assert "usage: torchrun --standalone --nproc-per-node N -m threed train llama [" in capsys.readouterr().out
+    assert main(["train", "bert", *dry]) == 2
+    assert "threed train bert: no such architecture; there are gpt and llama" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is where nothing can be saved")
 def test_what_is_in_the_way_here_does_not_keep_a_run_elsewhere_from_being_planned(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -55,7 +69,7 @@ def test_what_is_in_the_way_here_does_not_keep_a_run_elsewhere_from_being_planne
     assert last_rank.startswith("  rank 15")
     assert here.startswith("here       ")
     assert "/proc" in here
-    assert launch.main(flags, defaults={}, presets=PRESETS, prog="pretrain/gpt.py") == 2
+    assert launch.main(flags, prog="pretrain/gpt.py") == 2
     assert here.removeprefix("here       ") in capsys.readouterr().err
 
 
@@ -81,7 +95,7 @@ def test_inspect_verifies_and_convert_exports_a_checkpoint(tmp_path: Path, capsy
     assert main(["inspect", str(saved)]) == 0
     out = capsys.readouterr().out
     assert "every hash verified" in out
-    assert "blocks.2.mlp.gate.weight" in out
+    assert "blocks.2.mlp.tile_gatherer.weight" in out
     assert main(["convert", str(saved), str(tmp_path / "hf"), "--tokenizer", "none"]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     file = saved / "rank-00000.safetensors"

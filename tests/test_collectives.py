@@ -11,9 +11,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.harness import run_ranks
+from tests.live import Peak
 from threed import collectives
 from threed.topology import Axis, Topology, alone
 
@@ -158,6 +161,11 @@ def check_small(world: int) -> None:
     mine = torch.tensor([float(axis.index + 1), 0.5], dtype=torch.float64)
     want = torch.tensor([world * (world + 1) / 2, world / 2], dtype=torch.float64)
     assert torch.equal(collectives.sum_of_scalars(mine, axis), want)
+    for count in (1, 4, 9):  # fewer and more than there are ranks
+        parts = [noise(rank, (count,), torch.float64) for rank in range(world)]
+        got = collectives.sum_of_scalars(parts[axis.index], axis)
+        torch.testing.assert_close(got, torch.stack(parts).sum(0), rtol=0, atol=1e-13)  # of 100: fp64 rounding
+        assert len(set(collectives.exchange(got.numpy().tobytes().hex(), axis))) == 1, "the same bits on every rank"
     poisoned = torch.tensor([float("nan") if axis.index == world - 1 else 1.0], dtype=torch.float64)
     assert collectives.sum_of_scalars(poisoned, axis).isnan().all(), "all ranks must see one rank's NaN"
     for source in range(world):
@@ -329,7 +337,8 @@ def check_bytes(world: int) -> None:
         assert sent(axis, lambda: collectives.gather_to_first(flat, axis)) == (  # noqa: B023
             10 * size * (axis.index > 0) + sent(axis, lambda: collectives.exchange(10, axis))
         )
-    assert sent(axis, lambda: collectives.sum_of_scalars(torch.zeros(3, dtype=torch.float64), axis)) == 24 * (n - 1)
+    three = torch.zeros(3, dtype=torch.float64)
+    assert sent(axis, lambda: collectives.sum_of_scalars(three, axis)) == 2 * 24 * (n - 1) // n
     assert sent(axis, lambda: collectives.barrier(axis)) == 0
     # An uneven all-reduce is padded to a multiple of the ranks; two ranks swap and pad nothing.
     padded = 2 * 4 * (n - 1) * (-(-31 // n)) if n > 2 else 4 * 31
@@ -340,6 +349,32 @@ def check_bytes(world: int) -> None:
 def test_counted_bytes_are_the_formulas(world: int) -> None:
     """all-reduce 2 n (t-1)/t, its halves n (t-1)/t: what a ring moves, whatever the backend does."""
     run_ranks(world, check_bytes, world)
+
+
+# ------------------------------------------------------------------------------------- memory, over other backends
+
+
+def bytes_beside(world: int) -> tuple[int, int]:
+    """Bytes made by a sum of 4 scalars, and by a reduce-scatter into this rank's part, over ranks that do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=world)
+    axis = Axis("world", tuple(range(world)), 1, dist.group.WORLD)
+    scalars, full = torch.ones(4, dtype=torch.float64), torch.ones(world, 8)
+    found = []
+    for given, work in (
+        (scalars, lambda: collectives.sum_of_scalars(scalars, axis)),
+        (full, lambda: collectives.start_reduce_scatter(full, axis, into=full[1:2]).wait()),
+    ):
+        peak = Peak()
+        with peak:
+            work()
+        found.append(peak.most - given.nbytes)
+    return found[0], found[1]
+
+
+def test_off_gloo_no_buffer_grows_with_the_ranks() -> None:
+    """Scalars need their own size, slices nothing: the sum is written where it belongs."""
+    for world in (8, 16384):
+        assert run_ranks(1, bytes_beside, world) == [(32, 0)]
 
 
 # ------------------------------------------------------------------------------------------------------- one rank

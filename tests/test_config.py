@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threed.arguments import GROUPS, format_problems, help_text, load, load_checked, to_toml
+from threed.arguments import GROUPS, PRESETS, format_problems, help_text, load, load_checked, to_toml
 from threed.checks import REFUSALS, find_problems
 from threed.config import (
     Config,
@@ -28,7 +28,6 @@ from threed.config import (
     resolve,
 )
 
-PRESETS = Path(__file__).resolve().parents[1] / "pretrain" / "presets"
 CONTRACT = {
     "parallel": "tp pp cp ep dp sequence schedule chunks partition",
     "zero": "stage bucket-mib shard-size offload-optimizer offload-params nvme-path prefetch resident tile",
@@ -45,13 +44,13 @@ CONTRACT = {
 
 
 def read(line: str, **kwargs: Any) -> Config:
-    return load(line.split(), presets=PRESETS, **kwargs)[0]
+    return load(line.split(), **kwargs)[0]
 
 
 def problems(line: str, world_size: int = 1, **kwargs: Any) -> list[str]:
     """What is wrong with this command line, parse and combinations."""
     try:
-        load_checked(line.split(), presets=PRESETS, world_size=world_size, **kwargs)
+        load_checked(line.split(), world_size=world_size, **kwargs)
     except ConfigError as error:
         return error.problems
     return []
@@ -103,7 +102,7 @@ def test_later_layers_win(tmp_path: Path) -> None:
     assert config.optim.betas == (0.5, 0.6)
     assert config.run.name == "mine"
     assert options.source == tmp_path / "mine.toml"
-    by_path = load(["--config", str(tmp_path / "mine.toml")], presets=PRESETS)[0]
+    by_path = load(["--config", str(tmp_path / "mine.toml")])[0]
     assert (by_path.train.steps, by_path.run.name) == (7, "mine")
 
 
@@ -145,9 +144,9 @@ def test_forms_of_values() -> None:
 
 
 def test_options_of_the_program() -> None:
-    _, options = load(["--dry-run", "--world-size", "8", "--parallel.tp", "2"], presets=PRESETS)
+    _, options = load(["--dry-run", "--world-size", "8", "--parallel.tp", "2"])
     assert (options.dry_run, options.world_size, options.help) == (True, 8, False)
-    config, options = load(["--nonsense", "--help"], defaults={"model": {"arch": "llama"}}, presets=PRESETS)
+    config, options = load(["--nonsense", "--help"], defaults={"model": {"arch": "llama"}})
     assert options.help
     assert config.model.arch == "llama"
 
@@ -162,7 +161,7 @@ def test_a_config_is_frozen_and_hashable() -> None:
 def test_floor_zero_needs_no_torch() -> None:
     code = f"""import sys, types
 package = types.ModuleType("threed")  # in place of the real one, whose exports need torch
-package.__path__ = [{str(PRESETS.parents[1] / "threed")!r}]
+package.__path__ = [{str(PRESETS.parent)!r}]
 sys.modules.update(threed=package, torch=None)
 import threed.config, threed.checks, threed.arguments"""
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -390,7 +389,7 @@ def test_vocabulary_smaller_than_the_tokenizers() -> None:
 
 
 def groups_of(text: str) -> tuple[ParamGroup, ...]:
-    return load(["--optim.groups", text], presets=PRESETS)[0].optim.groups
+    return load(["--optim.groups", text])[0].optim.groups
 
 
 def test_groups_of_a_flag() -> None:
@@ -572,11 +571,11 @@ def test_any_value_round_trips(
 @given(st.lists(st.text(alphabet="-.= abtpx019", max_size=12), max_size=6))
 def test_no_command_line_breaks_the_parser(argv: list[str]) -> None:
     with contextlib.suppress(ConfigError):
-        assert isinstance(load(argv, presets=PRESETS)[0], Config)
+        assert isinstance(load(argv)[0], Config)
 
 
 def test_help_names_every_key_with_its_default() -> None:
-    text = help_text(read("--train.steps 77"), "pretrain/gpt.py", presets=PRESETS, width=90)
+    text = help_text(read("--train.steps 77"), "pretrain/gpt.py", width=90)
     for group, model in GROUPS.items():
         for name in model.model_fields:
             assert f"  --{group}.{key_name(name)} " in text

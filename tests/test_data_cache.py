@@ -122,7 +122,7 @@ def test_four_processes_build_one_entry_once(tmp_path: Path) -> None:
     log, begun = tmp_path / "log", FORK.Barrier(4)
 
     def work(rank: int) -> None:
-        begun.wait(20)
+        begun.wait(120)
         entry = build_once(tmp_path, "entry", lambda scratch: logged_build(log, lambda: time.sleep(0.2), scratch))
         assert entry.record == {"answer": 42}
         assert (entry.folder / "data").read_bytes() == b"x" * 1000

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threed.data import sources
-from threed.data.corpus import LEFT_OUT, standard_library, synthetic
+from threed.data.corpus import LEFT_OUT, standard_library
+from threed.data.dataset import find_problems
 from threed.data.encode import encode
 from threed.data.sources import Piece, TextFile, find_text, read_pieces
 from threed.data.tokenizer import ByteTokenizer
+
+
+@dataclass(frozen=True)
+class Held(TextFile):
+    """A file in memory."""
+
+    content: bytes
+
+    def open(self) -> BinaryIO:
+        return io.BytesIO(self.content)
+
+
+def held(name: str, content: bytes) -> TextFile:
+    return Held(name, Path(name), content)
 
 
 def write_lines(path: Path, *lines: str) -> Path:
@@ -84,12 +102,12 @@ def test_a_jsonl_line_that_is_no_utf8_is_named(tmp_path: Path) -> None:
 @given(texts=st.lists(st.text()), ascii_only=st.booleans())
 def test_jsonl_gives_every_text(texts: list[str], ascii_only: bool) -> None:
     lines = "".join(json.dumps({"id": 1, "text": text}, ensure_ascii=ascii_only) + "\r\n" for text in texts)
-    file = TextFile("d.jsonl", content=("\ufeff" + lines).encode("utf-8"))
+    file = held("d.jsonl", ("\ufeff" + lines).encode("utf-8"))
     assert list(read_pieces(file)) == [Piece(text.encode(), True) for text in texts if text]
 
 
 def test_jsonl_replaces_a_lone_surrogate() -> None:
-    assert list(read_pieces(TextFile("d.jsonl", content=b'{"text": "a\\ud800"}'))) == [Piece(b"a?", True)]
+    assert list(read_pieces(held("d.jsonl", b'{"text": "a\\ud800"}'))) == [Piece(b"a?", True)]
 
 
 @settings(max_examples=300, deadline=None)
@@ -97,7 +115,7 @@ def test_jsonl_replaces_a_lone_surrogate() -> None:
 def test_pieces_join_to_the_whole_and_split_no_character(text: str, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "PIECE_BYTES", max(size, 4))
-        pieces = list(read_pieces(TextFile("d.txt", content=text.encode())))
+        pieces = list(read_pieces(held("d.txt", text.encode())))
     assert b"".join(piece.data for piece in pieces) == text.encode()
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True] * bool(text)
     for piece in pieces:
@@ -107,9 +125,9 @@ def test_pieces_join_to_the_whole_and_split_no_character(text: str, size: int) -
 
 def test_pieces_are_cut_between_lines_then_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "PIECE_BYTES", 16)
-    lines = [piece.data for piece in read_pieces(TextFile("d.txt", content=b"one two\nthree four\nfive six\n" * 4))]
+    lines = [piece.data for piece in read_pieces(held("d.txt", b"one two\nthree four\nfive six\n" * 4))]
     assert all(data.startswith(b"\n") for data in lines[1:])
-    words = [piece.data for piece in read_pieces(TextFile("d.txt", content=b"one two three four five " * 4))]
+    words = [piece.data for piece in read_pieces(held("d.txt", b"one two three four five " * 4))]
     assert all(data.startswith(b" ") for data in words[1:])
     assert len(lines) > 2 < len(words)
 
@@ -117,7 +135,7 @@ def test_pieces_are_cut_between_lines_then_words(monkeypatch: pytest.MonkeyPatch
 def test_any_bytes_pass_through_a_text_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "PIECE_BYTES", 64)
     data = bytes(range(128, 192)) * 20  # nothing but UTF-8 continuation bytes
-    assert b"".join(piece.data for piece in read_pieces(TextFile("d.txt", content=data))) == data
+    assert b"".join(piece.data for piece in read_pieces(held("d.txt", data))) == data
 
 
 def test_every_document_ends_with_the_end_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,20 +177,15 @@ def test_the_standard_library_has_sources_and_no_tests() -> None:
     assert (source.split_by, source.notice) == ("path", "")
 
 
-def test_without_sources_a_synthetic_corpus_takes_their_place(tmp_path: Path) -> None:
+def test_without_sources_the_refusal_says_what_to_give(tmp_path: Path) -> None:
     (tmp_path / "site.py").write_text("pass\n")
-    source = standard_library(tmp_path)
-    assert "synthetic" in source.description
-    assert source.notice.startswith(f"No Python sources in {tmp_path}: training on a synthetic grammar.")
-    assert source.sha256() == synthetic().sha256()
+    with pytest.raises(ValueError, match=rf"{tmp_path} has no Python sources.*Give text by --data\.path: a \.txt"):
+        standard_library(tmp_path)
 
 
-def test_the_synthetic_corpus_is_pinned() -> None:
-    # It is the same on every machine and Python, so other tests may keep golden figures for it.
-    source = synthetic(seed=0, documents=50)
-    assert source.sha256() == "2cc9d67f14efce42c3a3c4ca1a1e897eba96031117f1b41b2a420fc4fd176222"
-    assert synthetic(seed=1, documents=50).sha256() != source.sha256()
-    text = source.files[0].content.decode()
-    assert len(text.splitlines()) == 64
-    assert text.isascii()
-    assert all(line.endswith(".") and line[0].isalpha() for line in text.splitlines())
+def test_a_run_without_sources_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threed.data.corpus.sysconfig.get_path", lambda _: str(tmp_path))
+    (problem,) = find_problems(None, "bytes", 0.05)
+    assert problem.startswith(f"{tmp_path} has no Python sources")
+    (tmp_path / "mine.txt").write_text("text")
+    assert find_problems(str(tmp_path / "mine.txt"), "bytes", 0.05) == []

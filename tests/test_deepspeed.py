@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests import hf_models
 from tests.harness import run_ranks
 from threed.config import ConfigError
 from threed.deepspeed import DeepSpeedEngine
-from threed.deepspeed.data import repeat
+from threed.deepspeed.data import repeat, to_device
 
 STEPS, ROWS, ACCUMULATION = 3, 8, 2
 Result = tuple[list[float], list[float], dict[str, Tensor]]
@@ -380,3 +381,16 @@ def test_what_initialize_refuses() -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             threed.initialize(**arguments)
+
+
+def test_a_batch_moves_with_its_structure() -> None:
+    class Pair(NamedTuple):
+        ids: Any
+        text: str
+
+    batch = UserDict(pair=Pair([torch.ones(2)], "kept"), flag=True, rows=(torch.zeros(1),))
+    moved = to_device(batch, torch.device("meta"))
+    assert type(moved) is dict
+    assert isinstance(moved["pair"], Pair)
+    assert (moved["pair"].ids[0].device.type, moved["pair"].text, moved["flag"]) == ("meta", "kept", True)
+    assert moved["rows"][0].is_meta

@@ -6,9 +6,11 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from threed.config import ConfigError
 from threed.ds_config import ModelFacts, Translation, keys, translate
+from threed.ds_config.section import Table
 from threed.precision import LossScale
 
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -116,7 +118,7 @@ def test_other_optimizers_are_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "text"),
     [
-        ({"type": "AdanW"}, "optimizer.type: no such optimizer"),
+        ({"type": "AdanW"}, 'optimizer.type: "AdanW" is not known: use AdamW, Adam, SGD or Lion'),
         ({"params": {}}, "optimizer.type: not given"),
         ({"type": "AdamW", "params": {"lr": "auto"}}, 'optimizer.params.lr: "auto" is filled in by a trainer'),
         ({"type": "AdamW", "params": {"lr": 0}}, "optimizer.params.lr: 0 must be more than 0"),
@@ -169,6 +171,7 @@ def test_formats() -> None:
     ds = config(bfloat16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"}, communication_data_type="bf16")
     p = translate(ds, 4).config.precision
     assert (p.dtype, p.grad_dtype, p.reduce_dtype) == ("bf16", "bf16", "bf16")
+    assert translate(config(communication_data_type=torch.bfloat16), 4).config.precision.reduce_dtype == "bf16"
     p = translate(BASE, 4, ModelFacts(dtype="fp64")).config.precision
     assert (p.dtype, p.grad_dtype, p.reduce_dtype) == ("fp64", "fp64", "fp64")
 
@@ -281,7 +284,7 @@ def test_zero_that_is_refused(zero: Any, text: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ all keys
 
-PLACES: dict[tuple[str, ...], keys.Table] = {
+PLACES: dict[tuple[str, ...], Table] = {
     (): keys.TOP, ("zero_optimization",): keys.ZERO, ("activation_checkpointing",): keys.ACTIVATION_CHECKPOINTING,
     ("fp16",): keys.FP16, ("bf16",): keys.BF16, ("data_types",): keys.DATA_TYPES, ("checkpoint",): keys.CHECKPOINT,
     ("compile",): keys.COMPILE, ("tensor_parallel",): keys.TENSOR_PARALLEL,

@@ -56,8 +56,11 @@ def test_learning_rates_by_the_formula() -> None:
 @pytest.mark.parametrize(
     ("scheduler", "text"),
     [
-        ({"type": "OneCycle"}, "scheduler.type: OneCycle is not there: use WarmupLR, WarmupDecayLR, WarmupCosineLR"),
-        ({"type": "LRRangeTest"}, "scheduler.type: LRRangeTest is not there"),
+        (
+            {"type": "OneCycle"},
+            'scheduler.type: "OneCycle" is not there: use WarmupLR, WarmupDecayLR or WarmupCosineLR',
+        ),
+        ({"type": "LRRangeTest"}, 'scheduler.type: "LRRangeTest" is not there'),
         ({"type": "Cosine"}, 'scheduler.type: "Cosine" is not known'),
         ({"params": {}}, "scheduler.type: not given"),
         ({"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps: not given"),

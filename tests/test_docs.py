@@ -18,14 +18,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests import hf_models, mutants
+from tests import hf_models, house, keys, mutants
 from tests.harness import run_ranks, run_script
 from threed import cli, schedules
 from threed.arguments import GROUPS, format_problems, load_checked
 from threed.config import ConfigError, key_name
 
 ROOT = Path(__file__).resolve().parents[1]
-PRESETS = ROOT / "pretrain" / "presets"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLE, WRAPPING = ROOT / "examples" / "custom_model.py", ROOT / "examples" / "wrap_transformers.py"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -141,11 +140,23 @@ def check_command(words: list[str]) -> None:
     if program == "make":
         assert {word for word in rest if "=" not in word} <= make_targets(), words
     elif program == "torchrun":
-        at = next(i for i, word in enumerate(rest) if word.endswith(".py"))
+        at = next(i for i, word in enumerate(rest) if word.endswith(".py") or word == "-m")
         check_launch(rest[:at])
-        check_training(rest[at], rest[at + 1 :], world_of(rest[:at]))
+        if rest[at] == "-m":
+            assert rest[at + 1 : at + 3] == ["threed", "train"], words
+            check_tool(rest[at + 2 :], world_of(rest[:at]))
+        else:
+            check_training(rest[at], rest[at + 1 :], world_of(rest[:at]))
     elif program == "threed":
         check_tool(rest)
+    elif program == "pip":
+        assert rest[0] == "install", words
+    elif program == ".":
+        assert rest == [".venv/bin/activate"], words
+    elif program == "python" and rest[:2] == ["-m", "venv"]:
+        assert rest[2:] == [".venv"], words
+    elif program == "python" and rest[0] == "-m" and rest[1].startswith("tests."):
+        importlib.import_module(rest[1])
     elif program == "python" and rest[:2] == ["-m", "pytest"]:
         assert all((ROOT / word).exists() for word in rest if "/" in word), words
     elif program == "python" and rest[0] == "tests/mutants.py":
@@ -175,14 +186,15 @@ def world_of(flags: list[str]) -> int:
 def check_training(script: str, flags: list[str], world: int) -> None:
     assert (ROOT / script).is_file(), script
     arch = "llama" if "llama" in script else "gpt"
-    load_checked(flags, defaults={"model": {"arch": arch}}, presets=PRESETS, world_size=world)
+    load_checked(flags, defaults={"model": {"arch": arch}}, world_size=world)
 
 
-def check_tool(words: list[str]) -> None:
-    if words[0] == "plan":
-        load_checked(words[1:], defaults={}, presets=PRESETS, world_size=1)
+def check_tool(words: list[str], world: int = 1) -> None:
+    if words[0] in ("train", "plan"):
+        arch = words.pop(1) if words[1] in ("gpt", "llama") else "gpt"
+        load_checked(words[1:], defaults={"model": {"arch": arch}}, world_size=world)
     elif words[0] == "verify":
-        load_checked(cli._parser().parse_known_args(words)[1], defaults={}, presets=PRESETS, world_size=1)
+        load_checked(cli._parser().parse_known_args(words)[1], world_size=1)
     else:
         cli._parser().parse_args(words)
 
@@ -198,8 +210,13 @@ def test_make_train_runs_the_command_of_the_readme() -> None:
 def test_the_report_of_problems_is_a_real_one() -> None:
     flags = "--preset tiny --optim.lrr 1e-3 --parallel.tp 3 --parallel.sequence false".split()
     with pytest.raises(ConfigError) as caught:
-        load_checked(flags, presets=PRESETS, world_size=3)
+        load_checked(flags, world_size=3)
     assert f"```text\n{format_problems(caught.value.problems)}\n```" in (ROOT / "README.md").read_text()
+
+
+def test_the_page_of_keys_is_new_and_has_them_all() -> None:
+    assert keys.PAGE.read_text() == keys.page(), "stale: python -m tests.keys"
+    assert set(re.findall(r"^\| `(--[\w.-]+)`", keys.page(), re.MULTILINE)) == KEYS
 
 
 # --------------------------------------------------------------------------------------------------- code and pictures
@@ -234,6 +251,16 @@ def test_pictures_of_plans_are_what_the_tool_draws(name: str, tmp_path: Path) ->
     assert (ROOT / "docs" / "images" / f"{name}.svg").read_text() == drawn.read_text()
 
 
+def test_the_picture_of_the_house_is_new_and_shows_every_room() -> None:
+    drawn = house.draw()
+    assert house.PICTURE.read_text() == drawn, "stale: python -m tests.house"
+    rooms = {
+        path.stem for path in (ROOT / "threed").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    for room in rooms - {"__init__", "__main__"}:
+        assert f">{room}</text>" in drawn
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "docs" / "images").iterdir()), ids=lambda path: path.name)
 def test_pictures_are_plain_svg_and_used(path: Path) -> None:
     root = ElementTree.parse(path).getroot()
@@ -243,6 +270,17 @@ def test_pictures_are_plain_svg_and_used(path: Path) -> None:
         assert element.tag.rpartition("}")[2] in {"svg", "title", "g", "rect", "text", "line", "path", "circle"}
         assert not [name for name in element.attrib if name.startswith("on") or name.endswith("href")]
     assert any(f"images/{path.name}" in other.read_text() for other in PAGES)
+
+
+@page
+def test_lines_of_prose_fit_a_screen(path: Path) -> None:
+    if path.name not in ("CHANGELOG.md", "decisions.md"):  # written as they come, an entry a line
+        assert [line for line in prose(path).splitlines() if len(line) > 160 and not line.startswith("|")] == []
+
+
+def test_the_index_has_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert [path.name for path in PAGES if f"({path.name})" not in index and path.parent.name == "docs"] == ["index.md"]
 
 
 def test_the_changelog_keeps_its_form() -> None:

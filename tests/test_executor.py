@@ -27,7 +27,7 @@ from threed.collectives import Pending, done
 from threed.engine import Engine, StepMetrics
 from threed.layers import MicroBatch
 from threed.pipeline.executor import Executor
-from threed.pipeline.stage import Stage, Whole
+from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.transport import Links, Transport
 from threed.planner import gathering
 from threed.schedules import Action, Kind, Plan
@@ -299,7 +299,7 @@ def test_a_message_to_nobody_is_refused_by_rank_and_action() -> None:
     for text, complaint in (("F0.0 SF0.0", "SF0.0 has nobody to send to"), ("RF0.0", "RF0.0 has nobody to receive")):
         plan = Plan("wrong", 1, 1, 1, (tuple(Action.parse(word) for word in text.split()),))
         with pytest.raises(ValueError, match=f"plan wrong: rank 0: {complaint}"):
-            Executor([Stage(model(), Whole())], Links(Topology()), 0).run(plan, micros(1))
+            Executor([Stage(model(), AlwaysWhole())], Links(Topology()), 0).run(plan, micros(1))
 
 
 # -------------------------------------------------------------------------------------------------- the whole engine

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from tests.harness import run_ranks
 from threed import collectives, layers, rng
-from threed.layers import MicroBatch, Slicing
 from threed.blueprint import blocks
+from threed.layers import MicroBatch, Slicing
 from threed.sharding import Piece, ShardSpec, attach, parameter, spec_of, vector
 from threed.topology import Axis, Topology
 from threed.zero import layout
@@ -109,7 +109,7 @@ def mlp(w: Weights, x: Tensor) -> Tensor:
 
 
 def gated(w: Weights, x: Tensor) -> Tensor:
-    gate = linear(w, "m.gate", x)
+    gate = linear(w, "m.tile_gatherer", x)
     return linear(w, "m.down", gate * torch.sigmoid(gate) * linear(w, "m.up", x))
 
 
@@ -189,7 +189,7 @@ class OfTheWhole(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         total = x.sum(0)
-        return self.out(collectives.reduce_from(total, self.slicing.tp) if self.slicing.scattered else total)
+        return self.out(collectives.reduce_from(total, self.slicing.tp) if self.slicing.sequence_parallel else total)
 
 
 class Swish(nn.Module):
@@ -213,7 +213,7 @@ def with_swish(w: Weights, x: Tensor) -> Tensor:
 
 
 def with_relu(w: Weights, x: Tensor) -> Tensor:
-    return linear(w, "m.down", linear(w, "m.gate", x).clamp(min=0) * linear(w, "m.up", x))
+    return linear(w, "m.down", linear(w, "m.tile_gatherer", x).clamp(min=0) * linear(w, "m.up", x))
 
 
 # ---------------------------------------------------------------------------------------------------------- cases
@@ -390,7 +390,7 @@ def fill_buffers(layer: nn.Module, topology: Topology) -> Reducer:
 
 def grads_of_buffers(reducer: Reducer) -> Iterator[tuple[Tensor, Tensor]]:
     """Every parameter and its gradient as the optimizer will see it; nothing is left to autograd."""
-    slices = (gradient.home.fetch().wait() for gradient in reducer.finish())
+    slices = (gradient.storage.fetch().wait() for gradient in reducer.finish())
     for bucket, part in zip(reducer.layout.buckets, slices, strict=True):
         for slot in bucket.group.slots:
             assert slot.param.grad is None
@@ -411,7 +411,7 @@ def columns(full: Tensor, layer: nn.Module, case: Case, row: bool) -> Tensor:
 
 def localise(full: Tensor, how: str, layer: nn.Module, case: Case, slicing: Slicing, row: bool) -> Tensor:
     if how == "rows":
-        return full[slice(*slicing.rows(S))]
+        return full[slice(*slicing.sequence_range(S))]
     return columns(full, layer, case, row) if how == "columns" else full
 
 

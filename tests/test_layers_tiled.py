@@ -24,12 +24,12 @@ from tests.harness import run_ranks
 from tests.test_layers import CASES, H, columns, inputs, local_weight
 from tests.test_layers import Case as LayerCase
 from threed import collectives, layers, models
+from threed.blueprint import blocks
 from threed.checkpoint.hf import state_dict_to_hf
 from threed.engine import Engine
 from threed.layers import Slicing, TiledLinear
 from threed.layers.tiled import GRANULE, cut_rows, spans
 from threed.ops import matmul
-from threed.blueprint import blocks
 from threed.sharding import Box, attach, initial, matrix, spec_of
 from threed.topology import Axis, Topology
 from threed.zero import layout
@@ -128,7 +128,7 @@ def install(layer: nn.Module, sinks: bool = True) -> Board:
     for param in tiles_in(layer):
         if sinks:
             param.sink = ListSink(spec_of(param).name, board)  # type: ignore[attr-defined]
-        param.gate = StorageGate(param, board)  # type: ignore[attr-defined]
+        param.tile_gatherer = StorageGate(param, board)  # type: ignore[attr-defined]
     for module in layer.modules():
         module.__dict__["_parameters"] = Table(module._parameters)
     return board
@@ -187,7 +187,7 @@ def check(name: str, tp: int, sequence: bool, tiles: int, dtype: torch.dtype, si
     fill(tiled, dtype)
     board, count = install(tiled, sinks), len(tiles_in(tiled))
     full = inputs(case).to(dtype)
-    x = full[slice(*slicing.rows(len(full)))] if case.into == "rows" else columns(full, whole, case, row=True)
+    x = full[slice(*slicing.sequence_range(len(full)))] if case.into == "rows" else columns(full, whole, case, row=True)
     x0, x1 = x.clone().requires_grad_(), x.clone().requires_grad_()
     what = f"{name}, tp {tp}, {tiles} tiles, {dtype}"
     want, got = case.call(whole, x0), case.call(tiled, x1)
@@ -321,8 +321,8 @@ def check_hooks(tiles: int, frozen: bool, gates: int) -> None:
     board = install(layer) if gates else Board()
     for weight in weights[gates:]:
         if gates:
-            weight.gate.open()  # type: ignore[attr-defined]
-        weight.gate, weight.sink = None, ListSink("r", board)  # type: ignore[attr-defined]
+            weight.tile_gatherer.open()  # type: ignore[attr-defined]
+        weight.tile_gatherer, weight.sink = None, ListSink("r", board)  # type: ignore[attr-defined]
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:

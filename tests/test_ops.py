@@ -156,9 +156,9 @@ SIZES = [1, 7, 64, 1023, 10007]
 ADAM = adam.Adam(beta1=0.9, beta2=0.95, eps=1e-8)
 
 
-def moment(step: int, *, lr: float = 1e-2, scale: float = 1.0, skip: bool = False) -> adam.Moment:
+def moment(step: int, *, lr: float = 1e-2, scale: float = 1.0, skip: bool = False) -> adam.StepScalars:
     double = functools.partial(torch.tensor, dtype=torch.float64)
-    return adam.Moment(double(lr), double(float(step)), double(scale), double(float(skip)))
+    return adam.StepScalars(double(lr), double(float(step)), double(scale), double(float(skip)))
 
 
 def gradients(size: int, dtype: torch.dtype, steps: int = 10) -> list[Tensor]:

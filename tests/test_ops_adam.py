@@ -20,7 +20,7 @@ from benchmarks import adam as benchmark
 from threed import native
 from threed.ops import adam as op
 from threed.ops.adam import Adam
-from threed.ops.update import Moment
+from threed.ops.update import StepScalars
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = [1, 7, 64, 1023, 2**20 + 3]
@@ -40,8 +40,8 @@ def instruction_sets() -> list[str]:
     return names + (["avx512"] if torch.cpu._is_avx512_supported() else [])
 
 
-def moment(step: float = 1, lr: float = 1e-2, scale: float = 0.5, skip: float = 0.0) -> Moment:
-    return Moment(*(torch.tensor(value, dtype=torch.float64) for value in (lr, step, scale, skip)))
+def moment(step: float = 1, lr: float = 1e-2, scale: float = 0.5, skip: float = 0.0) -> StepScalars:
+    return StepScalars(*(torch.tensor(value, dtype=torch.float64) for value in (lr, step, scale, skip)))
 
 
 def normal(n: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -61,7 +61,7 @@ def run(n: int, dtype: torch.dtype, grad: torch.dtype, decay: float = 0.1, out: 
 
 
 def call(
-    tensors: list[Tensor], g: Tensor, now: Moment, out: Tensor | None = None, instructions: str | None = None
+    tensors: list[Tensor], g: Tensor, now: StepScalars, out: Tensor | None = None, instructions: str | None = None
 ) -> None:
     """One update by the kernel, on an instruction set."""
     scalars = now.lr, now.step, now.scale, now.skip
@@ -262,14 +262,14 @@ def test_what_the_kernel_would_misread_is_refused() -> None:
     with pytest.raises(ValueError, match="out of one of"):
         call([p, m, v], g, now, torch.zeros(8, dtype=torch.float64))
     with pytest.raises(ValueError, match="fp64 scalars"):
-        call([p, m, v], g, Moment(now.lr.float(), now.step, now.scale, now.skip))
+        call([p, m, v], g, StepScalars(now.lr.float(), now.step, now.scale, now.skip))
     with pytest.raises(RuntimeError, match="sse9"):
         call([p, m, v], g, now, instructions="sse9")
 
 
 def test_scalars_of_other_types_are_converted() -> None:
     got, want, now = new(8), new(8), moment(3, lr=0.25)
-    narrow = Moment(now.lr.float(), now.step.long(), now.scale.half(), now.skip.bool())
+    narrow = StepScalars(now.lr.float(), now.step.long(), now.scale.half(), now.skip.bool())
     ADAM.update(got[0], normal(8, torch.float32, 1), got[1:], narrow, 0.1)
     ADAM.update(want[0], normal(8, torch.float32, 1), want[1:], now, 0.1)
     assert torch.equal(got[0], want[0])

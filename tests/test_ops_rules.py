@@ -10,16 +10,16 @@ from threed.ops import lion, sgd
 from threed.ops.adam import Adam
 from threed.ops.lion import Lion
 from threed.ops.sgd import SGD
-from threed.ops.update import Moment, Rule
+from threed.ops.update import Rule, StepScalars
 
 SIZES = [1, 7, 64, 1023, 2**18 + 3]
 STEPS = 10
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14}  # fp32: a few roundings of numbers of size 3, ten times
 
 
-def moment(step: int, scale: float = 0.5, skip: float = 0.0) -> Moment:
+def moment(step: int, scale: float = 0.5, skip: float = 0.0) -> StepScalars:
     now = [torch.tensor(value, dtype=torch.float64) for value in (1e-2 / step, step, scale, skip)]
-    return Moment(*now)
+    return StepScalars(*now)
 
 
 def tensors(n: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -28,7 +28,7 @@ def tensors(n: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 def run(rule: Rule, n: int, dtype: torch.dtype, grad: torch.dtype | None = None) -> tuple[Tensor, list[Tensor]]:
     p = tensors(n, dtype, 0)
-    state = [torch.zeros_like(p) for _ in rule.parts]
+    state = [torch.zeros_like(p) for _ in rule.state_names]
     for step in range(1, STEPS + 1):
         rule.update(p, tensors(n, grad or dtype, step), state, moment(step), 0.1)
     return p, state
@@ -68,7 +68,7 @@ def test_lion_is_the_papers(dtype: torch.dtype, n: int) -> None:
 def test_narrow_gradients_are_widened(rule: Rule, grad: torch.dtype) -> None:
     p, _ = run(rule, 100, torch.float32, grad)
     q = tensors(100, torch.float32, 0)
-    state = [torch.zeros_like(q) for _ in rule.parts]
+    state = [torch.zeros_like(q) for _ in rule.state_names]
     for step in range(1, STEPS + 1):
         rule.update(q, tensors(100, grad, step).float(), state, moment(step), 0.1)
     assert torch.equal(p, q)
@@ -78,7 +78,7 @@ def test_narrow_gradients_are_widened(rule: Rule, grad: torch.dtype) -> None:
 def test_the_plain_reference_is_the_update(rule: SGD | Lion) -> None:
     p, state = run(rule, 300, torch.float64)
     q = tensors(300, torch.float64, 0)
-    held = [torch.zeros_like(q) for _ in rule.parts]
+    held = [torch.zeros_like(q) for _ in rule.state_names]
     for step in range(1, STEPS + 1):
         g = tensors(300, torch.float64, step)
         if isinstance(rule, SGD):
@@ -109,7 +109,7 @@ def test_a_skipped_update_changes_not_a_bit(rule: Rule, dtype: torch.dtype, valu
 )
 def test_a_padding_of_zeros_stays_zero(rule: Rule) -> None:
     p = torch.zeros(64)
-    state = [torch.zeros_like(p) for _ in rule.parts]
+    state = [torch.zeros_like(p) for _ in rule.state_names]
     for step in range(1, STEPS + 1):
         rule.update(p, torch.zeros(64), state, moment(step), 0.1)
     assert not any(tensor.any() for tensor in (p, *state))
@@ -123,10 +123,10 @@ def test_a_padding_of_zeros_stays_zero(rule: Rule) -> None:
 def test_an_update_on_cuda_is_the_cpus(rule: Rule, dtype: torch.dtype) -> None:
     p, state = run(rule, 1023, dtype)
     q = tensors(1023, dtype, 0).cuda()
-    held = [torch.zeros_like(q) for _ in rule.parts]
+    held = [torch.zeros_like(q) for _ in rule.state_names]
     for step in range(1, STEPS + 1):
         now = moment(step)
-        there = Moment(now.lr.cuda(), now.step.cuda(), now.scale.cuda(), now.skip.cuda())
+        there = StepScalars(now.lr.cuda(), now.step.cuda(), now.scale.cuda(), now.skip.cuda())
         rule.update(q, tensors(1023, dtype, step).cuda(), held, there, 0.1)
     for got, want in zip((q, *held), (p, *state), strict=True):
         torch.testing.assert_close(got.cpu(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

@@ -113,7 +113,7 @@ def capture(engine: Engine) -> list[tuple[str, Box, Tensor]]:
     inner: Callable[..., object] = engine.optimizer.step
 
     def step(gradients: list[Gradient], carry: Tensor) -> object:
-        slices = (gradient.home.fetch().wait() for gradient in gradients)
+        slices = (gradient.storage.fetch().wait() for gradient in gradients)
         for bucket, part in zip(engine.layout.buckets, slices, strict=True):
             for run in bucket.runs():
                 for box in boxes(run.piece, run.first, run.last):

@@ -20,9 +20,9 @@ from tests.test_step import same, state
 from threed.config import Config, ConfigError
 from threed.engine import Engine
 from threed.layers import MLP, MicroBatch, Slicing
-from threed.layers.recompute import Draws, Recompute, Selective
-from threed.pipeline.checkpoints import InArena, Keeper, Recomputed, choose
-from threed.pipeline.stage import Stage, Whole
+from threed.layers.recompute import Recompute, RngState, Selective
+from threed.pipeline.activation_checkpointing import ActivationStore, InArena, Recomputed, choose
+from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.topology import Axis, Topology, alone
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ class Drawing(nn.Module):
 def passes(recomputed: Recomputed) -> tuple[list[Tensor], int]:
     torch.manual_seed(0)
     layers = [Drawing() for _ in range(3)]
-    stage, grads = Stage(layers, Whole(), recomputed=recomputed), []
+    stage, grads = Stage(layers, AlwaysWhole(), recomputed=recomputed), []
     x = torch.ones(2, 3, 4)
     for m in range(2):
         stage.forward(m, (x + m).requires_grad_(), MicroBatch())
@@ -112,17 +112,17 @@ def passes(recomputed: Recomputed) -> tuple[list[Tensor], int]:
 
 def test_layers_that_draw_draw_the_same_again_and_disturb_nobody() -> None:
     plain, once = passes(Recomputed())
-    again, twice = passes(Recomputed(frozenset({0, 2}), Keeper(None, None, CPU)))
+    again, twice = passes(Recomputed(frozenset({0, 2}), ActivationStore(None, None, CPU)))
     assert (once, twice) == (6, 10)
     for got, want in zip(again, plain, strict=True):
         assert torch.equal(got, want)
 
 
 def test_generator_states_are_kept_only_for_work_that_draws() -> None:
-    draws = Draws(CPU)
+    draws = RngState(CPU)
     draws.drawn()
     assert draws._before is None
-    draws = Draws(CPU)
+    draws = RngState(CPU)
     first = torch.rand(3)
     draws.drawn()
     with draws.again():
@@ -153,7 +153,7 @@ def test_weights_are_gathered_once_for_recompute_and_backward(prefetch: int) -> 
     """The weights of `Vanishing` are NaN where they are not gathered."""
     layers = [Linear(n) for n in range(4)]
     counts, grads = [], []
-    for recomputed in (Recomputed(), Recomputed(frozenset(range(4)), Keeper(None, None, CPU))):
+    for recomputed in (Recomputed(), Recomputed(frozenset(range(4)), ActivationStore(None, None, CPU))):
         gatherer = Vanishing(layers, range(4))
         stage = Stage(layers, gatherer, prefetch, recomputed=recomputed)
         stage.forward(0, torch.ones(2, 4, requires_grad=True), MicroBatch())
@@ -173,13 +173,13 @@ def test_weights_are_gathered_once_for_recompute_and_backward(prefetch: int) -> 
 def test_frozen_layers(frozen: tuple[int, ...]) -> None:
     """What needs no gradient is not kept, and not computed again."""
     found = []
-    for recomputed in (Recomputed(), Recomputed(frozenset(range(3)), Keeper(None, None, CPU))):
+    for recomputed in (Recomputed(), Recomputed(frozenset(range(3)), ActivationStore(None, None, CPU))):
         layers = [Linear(n) for n in range(3)]
         for n in frozen:
             layers[n].weight.requires_grad_(False)
         first = layers[0]
         first.forward = lambda x, micro, f=first: torch.tanh(torch.ones(2, 4) @ f.weight)  # type: ignore[method-assign]
-        stage = Stage(layers, Whole(), recomputed=recomputed)
+        stage = Stage(layers, AlwaysWhole(), recomputed=recomputed)
         stage.forward(0, None, MicroBatch())
         if len(frozen) < 3:
             stage.backward(0, torch.ones(2, 4))
@@ -209,34 +209,34 @@ def test_steps_that_were_given_up_leave_their_places(mode: str, monkeypatch: pyt
             engine.step(data)
     broken[0] = ""
     engine.step(data)
-    keeper = stage.recomputed.keeper
-    assert keeper is not None
-    if isinstance(keeper.homes, InArena):
-        assert len(keeper.homes.arena._free) == keeper.homes.arena.count == 3
-        assert keeper.homes.arena.allocations == 1
+    store = stage.recomputed.store
+    assert store is not None
+    if isinstance(store.storages, InArena):
+        assert len(store.storages.arena._free) == store.storages.arena.count == 3
+        assert store.storages.arena.allocations == 1
 
 
 def test_what_is_kept_holds_on_to_nothing_else() -> None:
     """A view of something larger is copied; a slice is no view."""
     large = torch.arange(100.0)
     for axis, elements in ((None, 40), (Axis("tp", (0, 1, 2), 2), 14)):
-        kept = Keeper(axis, None, CPU).keep(large[:40].view(8, 5))
+        kept = ActivationStore(axis, None, CPU).keep(large[:40].view(8, 5))
         assert kept.value is not None
         assert kept.value.untyped_storage().nbytes() == 4 * elements
     whole = torch.ones(8, 5)
-    same = Keeper(None, None, CPU).keep(whole).value
+    same = ActivationStore(None, None, CPU).keep(whole).value
     assert same is not None
     assert same.data_ptr() == whole.data_ptr()
 
 
 def check_slice_is_freed() -> None:
     axis, x = Topology(tp=2).axis("tp"), torch.arange(12.0).view(3, 4)
-    keeper = Keeper(axis, None, CPU)
-    kept = keeper.keep(x)
+    store = ActivationStore(axis, None, CPU)
+    kept = store.save(x)
     slice_of = StorageWeakRef(kept.value.untyped_storage())  # type: ignore[union-attr]
-    whole = keeper.take(kept)
+    whole = store.get(kept)
     assert torch.equal(whole, x)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not slice_of.expired() and time.monotonic() < end:
         time.sleep(0.01)  # gloo's thread lets go of what it sent a moment after it has arrived
     assert slice_of.expired()
@@ -260,10 +260,10 @@ class TakesOne(Linear):
         return super().forward(x[0], micro)
 
 
-@pytest.mark.parametrize("recomputed", [Recomputed(), Recomputed(frozenset({0, 1}), Keeper(None, None, CPU))])
+@pytest.mark.parametrize("recomputed", [Recomputed(), Recomputed(frozenset({0, 1}), ActivationStore(None, None, CPU))])
 def test_an_output_that_nothing_uses_has_no_gradient(recomputed: Recomputed) -> None:
     layers = [Forks(0), TakesOne(1)]
-    stage = Stage(layers, Whole(), recomputed=recomputed)
+    stage = Stage(layers, AlwaysWhole(), recomputed=recomputed)
     x = torch.ones(2, 4, requires_grad=True)
     plain = layers[1](layers[0](x, MicroBatch()), MicroBatch())
     want = torch.autograd.grad(plain, (x, layers[0].weight, layers[1].weight), torch.ones(2, 4))

@@ -15,8 +15,8 @@ from threed.layers import ColumnLinear, MicroBatch, Slicing
 from threed.layers.embedding import VocabEmbedding
 from threed.layers.recompute import Recompute, Selective
 from threed.memory.io import Disk
-from threed.pipeline.checkpoints import BUFFERS, Keeper, OnDrives, Recomputed
-from threed.pipeline.stage import Stage, Whole
+from threed.pipeline.activation_checkpointing import BUFFERS, ActivationStore, OnDrives, Recomputed
+from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.topology import Topology, alone
 
 CPU = torch.device("cpu")
@@ -158,7 +158,9 @@ class Source(nn.Module):
 
 
 def test_a_layer_that_changes_its_input_is_not_recomputed_from_it() -> None:
-    stage = Stage([Source(), InPlace()], Whole(), recomputed=Recomputed(frozenset({1}), Keeper(None, None, CPU)))
+    stage = Stage(
+        [Source(), InPlace()], AlwaysWhole(), recomputed=Recomputed(frozenset({1}), ActivationStore(None, None, CPU))
+    )
     with pytest.raises(RuntimeError, match=r"layer 1 \(InPlace\) changed its input in place.*`recomputable = False`"):
         stage.forward(0, None, MicroBatch())
 
@@ -216,38 +218,38 @@ def test_an_embeddings_gradient_goes_to_its_sink_under_saved_tensor_hooks() -> N
 
 def test_inputs_of_changing_size_use_their_regions_again(tmp_path: Path) -> None:
     disk = Disk(tmp_path, "a")
-    keeper, most = Keeper(None, OnDrives(disk), CPU), 20_000
+    store, most = ActivationStore(None, OnDrives(disk), CPU), 20_000
     for sizes in (range(1000, most + 1, 1000), range(most, 0, -999), [most, 1, 777, most] * 3):
         for size in sizes:
             inputs = [torch.arange(size) + n for n in range(8)]  # more than there are buffers
-            kept = [keeper.keep(x) for x in inputs]
+            kept = [store.save(x) for x in inputs]
             for one, x in reversed(list(zip(kept, inputs, strict=True))):
-                assert torch.equal(keeper.take(one), x)
-                keeper.drop(one)
+                assert torch.equal(store.get(one), x)
+                store.release(one)
         assert disk._size <= 4.5 * 8 * most * 8  # growing by half, the last time beyond what was needed
 
 
 def test_inputs_of_one_size_take_no_more_than_they_are(tmp_path: Path) -> None:
     disk = Disk(tmp_path, "a")
-    keeper = Keeper(None, OnDrives(disk), CPU)
+    store = ActivationStore(None, OnDrives(disk), CPU)
     for _ in range(3):
-        for one in [keeper.keep(torch.ones(5 * 1024)) for _ in range(8)]:
-            keeper.drop(one)
+        for one in [store.save(torch.ones(5 * 1024)) for _ in range(8)]:
+            store.release(one)
     assert disk._size == 8 * 5 * 4096
 
 
 def test_inputs_kept_before_a_larger_one_come_back_and_their_regions_go(tmp_path: Path) -> None:
     disk = Disk(tmp_path, "a")
-    homes = OnDrives(disk)
-    keeper, inputs = Keeper(None, homes, CPU), [torch.arange(n) for n in (10, 900, 5000, 30, 60_000, 7)]
-    kept = [keeper.keep(x) for x in inputs]
+    storages = OnDrives(disk)
+    store, inputs = ActivationStore(None, storages, CPU), [torch.arange(n) for n in (10, 900, 5000, 30, 60_000, 7)]
+    kept = [store.save(x) for x in inputs]
     for one, x in zip(kept, inputs, strict=True):
-        assert torch.equal(keeper.take(one), x)
-        keeper.drop(one)
-    size, homes_kept = disk._size, len(homes._free)
-    for one in [keeper.keep(torch.ones(60_000)) for _ in range(homes_kept)]:
-        keeper.drop(one)
+        assert torch.equal(store.get(one), x)
+        store.release(one)
+    size, homes_kept = disk._size, len(storages._free)
+    for one in [store.save(torch.ones(60_000)) for _ in range(homes_kept)]:
+        store.release(one)
     assert disk._size == size
     assert homes_kept == 2  # of the largest drive: 60 000 and 7
-    assert homes._drive is not None
-    assert len([homes._drive.take() for _ in range(BUFFERS)]) == BUFFERS  # every buffer came back
+    assert storages._drive is not None
+    assert len([storages._drive.take() for _ in range(BUFFERS)]) == BUFFERS  # every buffer came back

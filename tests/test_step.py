@@ -40,7 +40,7 @@ def state(engine: Engine) -> list[Tensor]:
     held = [group.params.clone() for group in engine.layout.groups if not group.sliced]
     for s in engine.optimizer.states:  # what is kept in buffers stays there
         held += [loan.wait().clone() for loan in s.kept.values()]
-        for home in (s.bucket.home, *(home for part, home in s.homes.items() if part not in s.kept)):
+        for home in (s.bucket.storage, *(home for part, home in s.storages.items() if part not in s.kept)):
             loan = home.fetch()
             held.append(loan.wait().clone())
             loan.drop()
@@ -77,7 +77,7 @@ def poison_slice(engine: Engine, value: float, owned: bool = True) -> None:
         gradients = inner()
         fitting = (i for i, bucket in enumerate(engine.layout.buckets) if bucket.group.owned == owned)
         gradient = gradients[next(fitting, 0)]
-        loan = gradient.home.fetch()
+        loan = gradient.storage.fetch()
         loan.wait()[0] = value
         gradient.squares = squares(loan.wait())
         loan.store()

@@ -32,7 +32,7 @@ def owned_gradients(engine: Engine, gradients: list[Gradient]) -> Boxes:
     """name, global shape, start, size and values of every gradient this rank answers for."""
     found: Boxes = []
     for bucket, gradient in zip(engine.layout.buckets, gradients, strict=True):
-        part = gradient.home.fetch().wait()
+        part = gradient.storage.fetch().wait()
         for run in bucket.runs() if bucket.group.owned else ():
             for box in boxes(run.piece, run.first, run.last):
                 at = run.offset + box.offset

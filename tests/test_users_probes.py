@@ -224,7 +224,7 @@ class TwoInTurn(Decoder):
 
     def layers(self) -> list[nn.Module]:
         found = [
-            own.Gate(f"shared.{letter}", self.norm(f"shared.{letter}.norm"), self.hidden, self.slicing)
+            own.TileGatherer(f"shared.{letter}", self.norm(f"shared.{letter}.norm"), self.hidden, self.slicing)
             for letter in "ababa"
         ]
         return [self.embedding(), *found, self.head("head.weight")]
@@ -243,9 +243,9 @@ class Rebuilt(nn.Module):
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         assert micro.inputs is not None
         pixels = rearrange(micro.inputs["pixels"], "b c (i p) (j q) -> (i j) b (c p q)", p=own.PATCH, q=own.PATCH)
-        first, last = self.slicing.rows(len(pixels))
+        first, last = self.slicing.sequence_range(len(pixels))
         error = (F.linear(x, self.weight) - pixels[first:last]).square().sum()
-        if self.slicing.scattered:
+        if self.slicing.sequence_parallel:
             error = collectives.reduce_from(error, self.slicing.tp)
         return error if micro.weight is None else error * micro.weight.to(error.dtype)
 

@@ -210,6 +210,19 @@ def test_a_batch_that_is_none_is_refused_and_not_blamed_on_the_model(
     )
 
 
+def test_a_batch_that_depends_on_the_process_is_refused(users: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Drawn once and kept, so that every process repeats its own."""
+    users.write_text(
+        f"{USERS.partition('def batch')[0]}drawn = {{}}\n\ndef batch(config, step):\n"
+        "    ids = drawn.setdefault(step, torch.randint(0, 50, (8, 16)))\n    return {'tokens': ids, 'labels': ids}\n"
+    )
+    assert main(["verify", f"{users}:Plain", "--topologies", "dp2"]) == 2
+    want = (
+        "not compared   dp2: batch(config, 0) gave other values when it was called again, perhaps on another rank: seed"
+    )
+    assert want in capsys.readouterr().out
+
+
 # --------------------------------------------------------------------------------------------------------- the function
 
 

@@ -26,7 +26,7 @@ from threed.layers import Slicing
 from threed.sharding import ShardSpec, matrix, parameter, vector
 from threed.topology import Axis, Topology
 from threed.zero import layout
-from threed.zero.layout import ALIGN, Layout, Policy, Rates
+from threed.zero.layout import ALIGN, GroupOptions, Layout, Policy
 from threed.zero.others import own_backward
 from threed.zero.reducer import Reducer
 
@@ -83,11 +83,11 @@ def policy(data: Axis, shards: bool, bucket_bytes: int, dtype: torch.dtype = tor
     """Slices over the data ranks (stage 1, or `stage`), or none (stage 0)."""
     alone = Axis("dp", (data.ranks[data.index],), 0, None, data.traffic)
     shard, replicas = (data, alone) if shards else (alone, data)
-    return Policy(stage if shards else 0, shard, replicas, bucket_bytes, dtype, torch.float32, rates=by_decay)
+    return Policy(stage if shards else 0, shard, replicas, bucket_bytes, dtype, torch.float32, options=by_decay)
 
 
-def by_decay(spec: ShardSpec) -> Rates:
-    return Rates(decay=0.1 if spec.decay else 0.0)
+def by_decay(spec: ShardSpec) -> GroupOptions:
+    return GroupOptions(decay=0.1 if spec.decay else 0.0)
 
 
 def layouts(
@@ -115,7 +115,7 @@ def test_buckets_tile_their_group_and_slices_their_bucket(
 ) -> None:
     ranks = layouts(units, data, bucket_bytes)
     for groups in zip(*(plan.groups for plan in ranks), strict=True):
-        assert len({(g.kind, g.numel) for g in groups}) == 1
+        assert len({(g.key, g.numel) for g in groups}) == 1
         assert groups[0].numel % (data * ALIGN) == 0
         for buckets in zip(*(g.buckets for g in groups), strict=True):
             assert len({(b.first, b.last) for b in buckets}) == 1
@@ -168,7 +168,7 @@ def test_parameters_do_not_touch_and_lie_in_backward_order(
         assert all(a.last <= b.first for a, b in pairwise(group.slots))
         assert [slot.units[0] for slot in group.slots] == sorted((s.units[0] for s in group.slots), reverse=True)
         kinds = {(by_decay(s.spec), s.spec.partial) for s in group.slots}
-        assert kinds == {(group.kind.rates, group.kind.partial)}
+        assert kinds == {(group.key.options, group.key.partial)}
     earliest = [min((s.units[0] for s in bucket.slots()), default=-1) for bucket in plan.buckets]
     assert earliest == sorted(earliest, reverse=True)
 
@@ -276,7 +276,7 @@ def check_unused_somewhere(stage: int, dynamic: bool) -> None:
             (loss + unit.p1.sum() * 5 if topology.rank == 1 else loss).backward()
         reducer.pass_ended()
         got = reducer.finish()
-        for bucket, part in zip(plan.buckets, (g.home.fetch().wait() for g in got), strict=True):
+        for bucket, part in zip(plan.buckets, (g.storage.fetch().wait() for g in got), strict=True):
             for run in bucket.runs():
                 want = 2.0 if run.piece.name == "u0.p0" else 5.0
                 assert (part[run.offset : run.offset + run.last - run.first] == want).all()
@@ -384,7 +384,7 @@ def check_padding() -> None:
         real = torch.zeros(bucket.own_last - bucket.own_first, dtype=torch.bool)
         for run in bucket.runs():
             real[run.offset : run.offset + run.last - run.first] = True
-        for values in (home.fetch().wait() for home in state.homes.values()):
+        for values in (storage.fetch().wait() for storage in state.storages.values()):
             assert not values[~real].any()
 
 

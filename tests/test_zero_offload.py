@@ -34,8 +34,8 @@ def at(case: Case, place: Place) -> Case:
     return replace(case, offload_optimizer=place[0], offload_params=place[1])
 
 
-def check(case: Case, home: Place, places: list[Place], tolerance: float) -> None:
-    want = train(at(case, home))
+def check(case: Case, storage: Place, places: list[Place], tolerance: float) -> None:
+    want = train(at(case, storage))
     for place in places:
         got = train(at(case, place))
         if want.weights:
@@ -143,7 +143,7 @@ def delayed_truth(case: Case, steps: int) -> tuple[list[float], dict[str, Tensor
 
         def finish(inner: Callable[[], list[Gradient]] = inner, kept: list[Gradient] = kept) -> list[Gradient]:
             gradients = inner()
-            kept.extend(Gradient(InMemory(g.home.fetch().wait().clone()), g.squares) for g in gradients)
+            kept.extend(Gradient(InMemory(g.storage.fetch().wait().clone()), g.squares) for g in gradients)
             return gradients
 
         stale.reducer.finish = finish  # type: ignore[method-assign]

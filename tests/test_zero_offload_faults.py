@@ -23,7 +23,7 @@ from threed.checkpoint.files import CheckpointError
 from threed.config import Config
 from threed.engine import Engine
 from threed.memory.io import Disk, SwapError
-from threed.memory.tiers import Drive, Loan
+from threed.memory.tiers import Drive, StagedBuffer
 from threed.zero.reducer import Gradient
 from threed.zero.state import State
 
@@ -295,8 +295,8 @@ KEPT = Case(zero=3, layers=3, offload_optimizer="nvme", dtype="bf16", bucket_mib
 
 
 def fail_while_values_move(folder: Path) -> None:
-    """A load that breaks off, and a drive that takes nothing while a save brings home what was kept: neither is saved
-    nor trained on, until a load comes through."""
+    """A load that breaks off, and a drive that takes nothing while a save writes what was kept: neither is saved nor
+    trained on, until a load comes through."""
     engine, twin = (
         engine_of(config_in(folder / "swap", KEPT)),
         engine_of(config_of(replace(KEPT, offload_optimizer="cpu"))),
@@ -336,7 +336,7 @@ def test_a_load_or_a_save_that_fails_halfway_leaves_nothing_mixed(tmp_path: Path
 
 
 def break_one_rank_at_the_end(folder: Path) -> None:
-    """The last bucket's state does not come home on one rank; after a load all ranks go on in the same order."""
+    """The last bucket's state does not come storage on one rank; after a load all ranks go on in the same order."""
     case = replace(KEPT, dp=2, zero=2, microbatches=1)
     engine, twin = (engine_of(config_in(folder / name, case)) for name in ("one", "other"))
     for each, name in ((engine, "a"), (twin, "b")):
@@ -344,12 +344,12 @@ def break_one_rank_at_the_end(folder: Path) -> None:
         each.save(folder / name)
     inner, calls = State.put_back, 0
 
-    def put_back(self: State, loans: dict[str, Loan], keep: bool) -> None:
+    def put_back(self: State, buffers: dict[str, StagedBuffer], keep: bool) -> None:
         nonlocal calls
         calls += 1
         if calls == len(engine.optimizer.states) and engine.topology.rank == 1:
             raise OSError(5, "Input/output error")
-        inner(self, loans, keep)
+        inner(self, buffers, keep)
 
     State.put_back = put_back  # type: ignore[method-assign]
     with pytest.raises(OSError, match="Input/output") if engine.topology.rank == 1 else nullcontext():

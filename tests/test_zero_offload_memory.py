@@ -15,7 +15,7 @@ from threed.config import Config
 from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.memory.tiers import Drive
-from threed.zero.gradients import ByBucket
+from threed.zero.gradients import BucketGradients
 
 AWAY = Case(dtype="fp32", zero=3, microbatches=1, bucket_mib=0.02, offload_optimizer="nvme", offload_params="nvme")
 
@@ -59,16 +59,16 @@ def peak(case: Case, layers: int) -> int:
     with live:
         engine = engine_of(of_depth(case, layers))
         step(engine, 0)
-        most, inner = 0, ByBucket.view
+        most, inner = 0, BucketGradients.view
 
-        def view(self: ByBucket, slot: object) -> object:  # at every gradient of the backward
+        def view(self: BucketGradients, slot: object) -> object:  # at every gradient of the backward
             nonlocal most
             most = max(most, live.bytes_now())
             return inner(self, slot)  # type: ignore[arg-type]
 
-        ByBucket.view = view  # type: ignore[method-assign, assignment]
+        BucketGradients.view = view  # type: ignore[method-assign, assignment]
         step(engine, 1)
-        ByBucket.view = inner  # type: ignore[method-assign]
+        BucketGradients.view = inner  # type: ignore[method-assign]
         return most
 
 
@@ -83,17 +83,17 @@ def test_with_recompute_a_steps_peak_grows_by_inputs_of_layers_only() -> None:
 
 def allocations(case: Case) -> list[int]:
     """How many gradient buffers there have been after each of four steps."""
-    made, inner = [], ByBucket._take
+    made, inner = [], BucketGradients._take
     seen: set[int] = set()
 
-    def take(self: ByBucket, *args: object, **keywords: object) -> object:
+    def take(self: BucketGradients, *args: object, **keywords: object) -> object:
         buffer = inner(self, *args, **keywords)  # type: ignore[arg-type]
         seen.add(buffer.data_ptr())
         kept.append(buffer)  # so that no address is used again
         return buffer
 
     kept: list[object] = []
-    ByBucket._take = take  # type: ignore[method-assign, assignment]
+    BucketGradients._take = take  # type: ignore[method-assign, assignment]
     engine = engine_of(config_of(case))
     for number in range(4):
         step(engine, number)
@@ -117,10 +117,10 @@ def planned(case: Case) -> tuple[int, int]:
     tier = engine.layout.policy.params_tier or engine.layout.policy.optimizer_tier
     assert isinstance(tier, Drive)
     away = Forecast.of(config, case.world).ranks[0].bytes
-    home = (
+    storage = (
         Forecast.of(config_of(replace(case, offload_optimizer="cpu", offload_params="none")), case.world).ranks[0].bytes
     )
-    assert away["peak"] < home["peak"] + tier.nbytes * tier.count
+    assert away["peak"] < storage["peak"] + tier.nbytes * tier.count
     return tier.nbytes * tier.count, away["offloaded"]
 
 

@@ -41,12 +41,12 @@ def cut(name: str, shape: tuple[int, ...], dim: int, slicing: Slicing) -> nn.Par
 
 def enter(x: Tensor, slicing: Slicing) -> Tensor:
     """Into a part that is cut over tensor ranks: [s b h] or [s/t b h] -> [s b h]."""
-    return (collectives.gather_from if slicing.scattered else collectives.copy_to)(x, slicing.tp)
+    return (collectives.gather_from if slicing.sequence_parallel else collectives.copy_to)(x, slicing.tp)
 
 
 def leave(x: Tensor, slicing: Slicing) -> Tensor:
     """Out of it: parts of a sum [s b h] -> [s b h] or [s/t b h]."""
-    return (collectives.scatter_to if slicing.scattered else collectives.reduce_from)(x, slicing.tp)
+    return (collectives.scatter_to if slicing.sequence_parallel else collectives.reduce_from)(x, slicing.tp)
 
 
 class FactorisedEmbedding(nn.Module):
@@ -102,7 +102,7 @@ class Universal(nn.Module):
         return x
 
 
-class Gate(nn.Module):
+class TileGatherer(nn.Module):
     """x + a sigmoid(b), both by one replicated weight [2 h h]."""
 
     def __init__(self, name: str, norm: nn.Module, hidden: int, slicing: Slicing) -> None:
@@ -166,13 +166,13 @@ class Running(nn.Module):
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         if micro.training:
             self._see(x.detach(), micro)
-        first, last = self.slicing.rows(len(self.positions))
+        first, last = self.slicing.sequence_range(len(self.positions))
         y = x if micro.training else x - self.mean
         return x + self.positions[first:last] + self.norm(y) * self.scale
 
     def _see(self, x: Tensor, micro: MicroBatch) -> None:
         mean = x.mean((0, 1))
-        if self.slicing.scattered:
+        if self.slicing.sequence_parallel:
             mean = collectives.all_reduce(mean, self.slicing.tp) / self.slicing.tp.size
         self.mean.lerp_(mean, 0.1)
         # Replaced, not filled: under a pipeline the backwards of earlier micro-batches still need the one they used.
@@ -324,7 +324,7 @@ class Patches(nn.Module):
         pixels = rearrange(
             micro.inputs["pixels"], "b c (i p) (j q) -> (i j) b c p q", p=PATCH, q=PATCH
         )  # a convolution with stride PATCH, but only for this rank's patches
-        first, last = self.slicing.rows(len(pixels))
+        first, last = self.slicing.sequence_range(len(pixels))
         return self.positions(torch.einsum("nbcpq,hcpq->nbh", pixels[first:last], self.weight))
 
 
@@ -364,7 +364,7 @@ class Classifier(nn.Module):
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         mean = self.norm(x).mean(0)
-        if self.slicing.scattered:
+        if self.slicing.sequence_parallel:
             mean = collectives.reduce_from(mean, self.slicing.tp) / self.slicing.tp.size
         logits = F.linear(mean, self.weight)
         if micro.labels is None or micro.weight is None:

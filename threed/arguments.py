@@ -1,6 +1,6 @@
 """The command line and TOML files: read into a `Config`, explained by `--help`, written back.
 
-    config, options = load(sys.argv[1:], presets=Path("pretrain/presets"))
+    config, options = load(sys.argv[1:])
     config, options = load_checked(...)          # the same, with the combinations of `threed.checks` in one report
 
 Layers, later ones win: the program's defaults, the preset or TOML file, the flags. Phases: split the tokens, note every
@@ -31,6 +31,7 @@ from threed.values import Takes
 GROUPS: Mapping[str, type[BaseModel]] = {
     name: info.annotation for name, info in Config.model_fields.items() if isinstance(info.annotation, type)
 }
+PRESETS = Path(__file__).with_name("presets")
 _WORDS = ("preset", "config", "world-size")
 _SWITCHES = ("dry-run", "help")
 
@@ -65,11 +66,12 @@ class _Draft:
 
 
 def load(
-    argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]] | None = None, presets: Path
+    argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]] | None = None, presets: Path = PRESETS
 ) -> tuple[Config, Options]:
     """Read the command line; raises ConfigError with every problem of every key at once.
 
-    `defaults` are the program's own, {group: {key: value}}; `presets` is the folder of the named TOML files.
+    `defaults` are the program's own, {group: {key: value}}; `presets` is the folder of the named TOML files, by default
+    the package's.
     With `--help` nothing but the defaults is read, and `Options.help` is set.
     """
     config, options, draft = _read(argv, defaults or {}, presets)
@@ -82,7 +84,7 @@ def load_checked(
     argv: list[str],
     *,
     defaults: Mapping[str, Mapping[str, Any]] | None = None,
-    presets: Path,
+    presets: Path = PRESETS,
     world_size: int,
     local_world: int | None = None,
 ) -> tuple[Config, Options]:
@@ -117,13 +119,14 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def help_text(config: Config, prog: str, *, presets: Path | None = None, width: int | None = None) -> str:
+def help_text(config: Config, prog: str, *, width: int | None = None) -> str:
     """Every key with its meaning and its value in `config` as the default, in groups, wrapped to `width` columns."""
     width = width or min(110, shutil.get_terminal_size().columns)
-    usage = f"usage: torchrun --standalone --nproc-per-node N {prog} [--preset NAME | --config FILE.toml] [--dry-run] "
+    start = "" if prog.startswith("threed ") else "torchrun --standalone --nproc-per-node N "
+    usage = f"usage: {start}{prog} [--preset NAME | --config FILE.toml] [--dry-run] "
     usage += "[--world-size N] [--group.key value …]"
     about = [
-        ("--preset NAME", "start from a preset" + (f": {', '.join(_preset_names(presets))}" if presets else "")),
+        ("--preset NAME", f"start from a preset: {', '.join(_preset_names(PRESETS))}"),
         ("--config FILE.toml", "start from a TOML file, such as the config.toml of a run"),
         ("--dry-run", "check everything, print rank map, bytes and bubble, and end"),
         ("--world-size N", "ranks to assume in a dry run"),
@@ -190,9 +193,9 @@ def _describe_bare(name: str, draft: _Draft) -> None:
     if info is None and name not in _WORDS:
         _describe_unknown(name, "", draft)
         return
-    takes = {"preset": "NAME", "config": "FILE.toml", "world-size": "N"}.get(name) or _takes(info)
+    expected = {"preset": "NAME", "config": "FILE.toml", "world-size": "N"}.get(name) or takes(info)
     draft.suspects.add(f"--{name}")
-    draft.problems.append(f"--{name}: its value is missing; write --{name} {takes}")
+    draft.problems.append(f"--{name}: its value is missing; write --{name} {expected}")
 
 
 def _find_file(words: dict[str, str], presets: Path, problems: list[str]) -> Path | None:
@@ -338,12 +341,14 @@ def _toml_value(value: Any) -> str:
 
 
 def _help_row(group: str, name: str, info: FieldInfo, values: BaseModel) -> tuple[str, str]:
-    value = getattr(values, name)
+    return f"{_flag(group, name)} {takes(info)}", f"{info.description} (default {written(name, getattr(values, name))})"
+
+
+def written(name: str, value: Any) -> str:
+    """The value of a field as a command line has it."""
     if name == "groups":  # the text of a group has commas and brackets of its own
-        default = "; ".join(str(item) for item in value) or "none"
-    else:
-        default = _toml_value(value).replace('"', "").replace("[", "").replace("]", "").replace(", ", ",")
-    return f"{_flag(group, name)} {_takes(info)}", f"{info.description} (default {default})"
+        return "; ".join(str(item) for item in value) or "none"
+    return _toml_value(value).replace('"', "").replace("[", "").replace("]", "").replace(", ", ",")
 
 
 def _help_rows(rows: list[tuple[str, str]], width: int) -> str:
@@ -360,7 +365,7 @@ def _help_rows(rows: list[tuple[str, str]], width: int) -> str:
     return "\n".join(lines)
 
 
-def _takes(info: FieldInfo | None) -> str:
+def takes(info: FieldInfo | None) -> str:
     """What stands for a field's value in the help: `N`, `true|false`, `fp32|bf16|…`."""
     found = [*(info.metadata if info else []), *_parts(info.annotation if info else None)]
     marks = [part.text for part in found if isinstance(part, Takes)]

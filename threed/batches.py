@@ -25,14 +25,14 @@ Batch = Mapping[str, Tensor]
 
 
 class Batches:
-    """Cuts this data rank's share of global batches for a model."""
+    """Cuts this data rank's share of global batches for a model. ends: whether the model ends on this rank."""
 
-    def __init__(self, model: Model, topology: Topology, config: Config) -> None:
+    def __init__(self, model: Model, topology: Topology, config: Config, ends: bool = True) -> None:
         self.wrapped = model if isinstance(model, Wrapped) else None
         self.topology, self.slicing = topology, model.slicing
         self.size, self.global_batch = config.train.micro_batch, config.train.global_batch
         self.dtype = dtype(config.precision.dtype)
-        self.last_stage = topology.axis("pp").index == topology.pp - 1
+        self.ends = ends
 
     def rows(self, batch: Batch) -> int:
         """Sequences (or rows) in a batch. Raises ValueError when they make no whole micro-batches."""
@@ -80,7 +80,7 @@ class Batches:
         if self.wrapped is not None:
             return self._of_a_module(self.wrapped, batch, rows // self.size, step, scale, training)
         if "tokens" in batch:
-            self.slicing.rows(batch["tokens"].shape[1])  # refuses what cannot be cut over tensor ranks
+            self.slicing.sequence_range(batch["tokens"].shape[1])  # refuses what cannot be cut over tensor ranks
         whole = {key: self._placed(value) for key, value in batch.items()}
         first = consumed + self.topology.axis("dp").index * rows
         whole.setdefault("samples", torch.arange(first, first + rows, device=self.topology.device))
@@ -114,7 +114,7 @@ class Batches:
         return value.to(self.topology.device, self.dtype if value.is_floating_point() else value.dtype)
 
     def _weight(self, valid: Tensor, scale: Tensor | float) -> Tensor | None:
-        """The loss scale / the global number of valid items; needed, and so agreed upon, on the last stage only."""
-        if not self.last_stage:
+        """The loss scale / the global number of valid items; needed, and so agreed upon, where the model ends only."""
+        if not self.ends:
             return None
         return scale / collectives.sum_of_scalars(valid.view(1), self.topology.axis("dp"))[0].clamp(min=1)

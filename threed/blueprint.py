@@ -2,8 +2,8 @@
 
     blueprint = Blueprint.draw(model, topology, config, costs)
 
-On a topology with process groups this is what an engine trains. On `Topology.drawn`, under torch's fake tensors, it
-is what any rank of any grid would hold, and no byte of it is in memory.
+On a topology with process groups this is what an engine trains. On `Topology.drawn`, whose device is meta, it is what
+any rank of any grid would hold, and no byte of it is in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from threed import schedules
 from threed.config import Config, ConfigError
 from threed.models import Model, Wrapped
 from threed.models.wrapped import find_problems
-from threed.pipeline import checkpoints
+from threed.pipeline.activation_checkpointing import choose, with_recompute
 from threed.planner.cut import Cut, partition
 from threed.schedules import Plan
 from threed.sharding import spec_of
@@ -54,23 +54,21 @@ class Blueprint:
         wrapped = model if isinstance(model, Wrapped) else None
         setup.check_groups(config.optim, layers)
         p, r = config.parallel, config.recompute
-        recomputed = [] if r.mode == "none" else checkpoints.choose(layers, r.every)
+        recomputed = [] if r.mode == "none" else choose(layers, r.every)
         plan = step_plan(config, topology.dp)
-        needed = p.partition == "balanced" and plan.total_stages > 1
-        weights = (
-            checkpoints.with_recompute(costs(layers), recomputed if r.mode == "full" else ())
-            if needed
-            else [1.0] * len(layers)
-        )
-        cut = Cut.of(partition(p.partition, weights, plan.total_stages), plan)
+        again = recomputed if r.mode == "full" else ()
+        ranges = partition(p.partition, len(layers), plan.total_stages, lambda: with_recompute(costs(layers), again))
+        cut = Cut.of(ranges, plan)
         ties = cut.ties([names(layer) for layer in layers])
         axes = {name for name in setup.shard_axes(config, topology) if name}
-        topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()])
-        units: Sequence[HasModules] = [layers[n] for held in cut.chunks(topology.axis("pp").index) for n in held]
+        topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], cut.links)
+        held = [(n, chunk) for chunk, part in enumerate(cut.chunks(topology.axis("pp").index)) for n in part]
+        units: Sequence[HasModules] = wrapped.units if wrapped else [layers[n] for n, _ in held]
+        chunks = None if wrapped else [chunk for _, chunk in held]
         if wrapped and (problems := find_problems(wrapped.module, topology.dp, config.zero.stage)):
             raise ConfigError(problems)
-        laid_out = layout.build(wrapped.units if wrapped else units, ties, topology, setup.policy(config, topology))
-        setup.size_buffers(laid_out, config, len(setup.rule(config.optim).parts))
+        laid_out = layout.build(units, ties, topology, setup.policy(config, topology), chunks)
+        setup.size_buffers(laid_out, config, len(setup.rule(config.optim).state_names))
         return cls(model, topology, config, layers, recomputed, plan, cut, laid_out)
 
     @property

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from threed.config import Config, ConfigError, derive_dp, key_name
+from threed import schedules
+from threed.config import Config, ConfigError, ModelConfig, derive_dp, key_name
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,6 @@ class Refusal:
 REFUSALS = (
     Refusal("parallel", "cp", (1,), "context parallelism"),
     Refusal("parallel", "ep", (1,), "expert parallelism"),
-    Refusal("parallel", "schedule", ("1f1b", "gpipe"), "this schedule"),
-    Refusal("parallel", "chunks", (None, 1), "more than one model chunk on a rank"),
     Refusal("parallel", "partition", ("balanced", "uniform"), "partition by measured cost", ("measured",)),
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
     Refusal("checkpoint", "async_", (False,), "saving while training goes on"),
@@ -49,8 +48,18 @@ REFUSALS = (
 def find_refusals(config: Config) -> list[str]:
     """What an engine refuses: the features that are not there yet, each with what is, and keys of memory that would do
     nothing."""
-    missing = [problem for refusal in REFUSALS if (problem := refusal.find(config))]
+    missing = [problem for refusal in (*REFUSALS, *_of_schedules(config)) if (problem := refusal.find(config))]
     return [*missing, *_check_offload(config), *_check_recompute(config)]
+
+
+def _of_schedules(config: Config) -> list[Refusal]:
+    """What is there of schedules, registered ones included."""
+    there, name = schedules.available(), config.parallel.schedule
+    refusals = [Refusal("parallel", "schedule", there, "this schedule")]
+    if name in there:
+        own = schedules.own_chunks(name)
+        refusals.append(Refusal("parallel", "chunks", (None, own), f"another number of chunks with {name}"))
+    return refusals
 
 
 def find_problems(
@@ -68,15 +77,8 @@ def find_problems(
         machines = local_world not in (None, world_size)
         how = f"--nnodes × --nproc-per-node, now {local_world} on this machine" if machines else "--nproc-per-node"
         problems.append(f"{error} (torchrun {how})")
-    for check in (
-        _check_loss_scale,
-        _check_heads,
-        _check_arch,
-        _check_layers,
-        _check_sequence,
-        _check_run,
-        _check_export,
-    ):
+    alone = (_check_loss_scale, _check_heads, _check_arch, _check_layers, _check_sequence, _check_run, _check_export)
+    for check in alone:
         problems += check(config)
     problems += _check_batch(config, dp)
     problems += _check_shard_size(config, dp)
@@ -113,10 +115,8 @@ def _around(number: int, step: int) -> str:
 def _check_loss_scale(config: Config) -> Iterator[str]:
     dtype, scale = config.precision.dtype, config.precision.loss_scale
     if scale != "dynamic" and dtype != "fp16":
-        yield (
-            f"--precision.loss-scale {scale:g} with --precision.dtype {dtype}: only fp16 needs its loss scaled; "
-            f"leave it out, or use --precision.dtype fp16"
-        )
+        given = f"--precision.loss-scale {scale:g} with --precision.dtype {dtype}"
+        yield f"{given}: only fp16 needs its loss scaled; leave it out, or use --precision.dtype fp16"
 
 
 def _check_shard_size(config: Config, dp: int | None) -> Iterator[str]:
@@ -132,57 +132,48 @@ def _check_shard_size(config: Config, dp: int | None) -> Iterator[str]:
 
 def _check_offload(config: Config) -> Iterator[str]:
     zero = config.zero
+    stage = f"with --zero.stage {zero.stage}"
     if zero.offload_optimizer != "none" and zero.stage == 0:
-        yield (
-            f"--zero.offload-optimizer {zero.offload_optimizer} with --zero.stage 0: it moves what ZeRO slices; "
-            "use --zero.stage 1, 2 or 3"
-        )
+        what = f"--zero.offload-optimizer {zero.offload_optimizer} {stage}"
+        yield f"{what}: it moves what ZeRO slices; use --zero.stage 1, 2 or 3"
     if zero.offload_params != "none" and zero.stage != 3:
-        yield (
-            f"--zero.offload-params {zero.offload_params} with --zero.stage {zero.stage}: parameters are whole "
-            "there; use --zero.stage 3"
-        )
-    to_nvme = [
-        flag
-        for flag, place in (
-            ("--zero.offload-optimizer", zero.offload_optimizer),
-            ("--zero.offload-params", zero.offload_params),
-            ("--recompute.offload", config.recompute.offload),
-        )
-        if place == "nvme"
-    ]
+        yield f"--zero.offload-params {zero.offload_params} {stage}: parameters are whole there; use --zero.stage 3"
+    places = {
+        "--zero.offload-optimizer": zero.offload_optimizer, "--zero.offload-params": zero.offload_params,
+        "--recompute.offload": config.recompute.offload,
+    }  # fmt: skip
+    to_nvme = [flag for flag, place in places.items() if place == "nvme"]
     if to_nvme and zero.nvme_path is None:
         yield f"{' nvme, '.join(to_nvme)} nvme: say where with --zero.nvme-path FOLDER, on a fast local drive"
     if zero.nvme_path is not None and not to_nvme:
         yield "--zero.nvme-path without anything offloaded to it: use --zero.offload-optimizer nvme, or leave it out"
     if zero.tile > 1 and zero.stage != 3:
-        yield (
-            f"--zero.tile {zero.tile} with --zero.stage {zero.stage}: tiles are gathered one at a time, and there is "
-            "nothing to gather; use --zero.stage 3, or leave it out"
-        )
+        why = "tiles are gathered one at a time, and there is nothing to gather"
+        yield f"--zero.tile {zero.tile} {stage}: {why}; use --zero.stage 3, or leave it out"
     if zero.delayed_update and zero.offload_optimizer != "cpu":
         yield "--zero.delayed-update true works on optimizer states in host memory: use --zero.offload-optimizer cpu"
+
+
+def heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
+    """Whether attention can be cut over tp ranks: whole groups of heads, and key/value heads shared by whole ranks."""
+    return heads % kv_heads == 0 and heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
 def _check_heads(config: Config) -> Iterator[str]:
     model, tp = config.model, config.parallel.tp
     kv_heads = model.kv_heads or model.heads
-    fits = [n for n in _divisors(model.heads) if kv_heads % n == 0 or n % kv_heads == 0]
+    fits = [n for n in _divisors(model.heads) if heads_fit(model.heads, kv_heads, n)]
     if model.heads % kv_heads:
         usable = _listed(_divisors(model.heads))
         yield f"--model.kv-heads {kv_heads} does not divide --model.heads {model.heads}: use {usable}"
     elif model.heads % tp:
         yield f"--model.heads {model.heads} is not divisible by --parallel.tp {tp}: use tp {_listed(fits)}"
     elif tp not in fits:
-        yield (
-            f"--model.kv-heads {kv_heads} and --parallel.tp {tp}: one must be a multiple of the other; "
-            f"use tp {_listed(fits)}"
-        )
+        rule = "one must be a multiple of the other"
+        yield f"--model.kv-heads {kv_heads} and --parallel.tp {tp}: {rule}; use tp {_listed(fits)}"
     if model.head_dim is None and model.hidden % model.heads:
-        yield (
-            f"--model.hidden {model.hidden} is not divisible by --model.heads {model.heads}: "
-            f"use hidden {_around(model.hidden, model.heads)}, or give --model.head-dim"
-        )
+        given, near = f"--model.hidden {model.hidden}", _around(model.hidden, model.heads)
+        yield f"{given} is not divisible by --model.heads {model.heads}: use hidden {near}, or give --model.head-dim"
 
 
 def _check_arch(config: Config) -> Iterator[str]:
@@ -212,10 +203,8 @@ def _check_layers(config: Config) -> Iterator[str]:
 def _check_sequence(config: Config) -> Iterator[str]:
     seq, tp = config.model.seq, config.parallel.tp
     if config.parallel.sequence is not False and seq % tp:
-        yield (
-            f"--model.seq {seq} is not divisible by --parallel.tp {tp}: use {_around(seq, tp)}, "
-            f"or turn sequence parallelism off with --parallel.sequence false"
-        )
+        off = "turn sequence parallelism off with --parallel.sequence false"
+        yield f"--model.seq {seq} is not divisible by --parallel.tp {tp}: use {_around(seq, tp)}, or {off}"
 
 
 def _check_recompute(config: Config) -> Iterator[str]:
@@ -230,10 +219,8 @@ def _check_recompute(config: Config) -> Iterator[str]:
     inputs = {"partition": r.partition, "offload": r.offload, "arena": r.arena}
     for key, value in inputs.items() if r.mode != "full" else ():
         if value not in (False, "none"):
-            yield (
-                f"--recompute.{key} {_as_written(value)} with --recompute.mode {r.mode}: it is about the inputs that "
-                f"recompute of whole layers keeps; use --recompute.mode full"
-            )
+            given = f"--recompute.{key} {_as_written(value)} with --recompute.mode {r.mode}"
+            yield f"{given}: it is about the inputs that recompute of whole layers keeps; use --recompute.mode full"
     if r.partition and tp == 1:
         yield "--recompute.partition true with --parallel.tp 1: there is no other rank to slice over; leave it out"
     if r.offload == "nvme" and r.arena:
@@ -246,45 +233,40 @@ def _check_batch(config: Config, dp: int | None) -> Iterator[str]:
         return
     smaller = max((n for n in range(1, micro) if batch % (n * dp) == 0), default=0)
     other = f", or --train.micro-batch {smaller}" if smaller else ""
-    yield (
-        f"--train.global-batch {batch} is not divisible by --train.micro-batch {micro} × dp {dp} = {micro * dp}: "
-        f"use {_around(batch, micro * dp)}{other}"
-    )
+    product, use = f"--train.micro-batch {micro} × dp {dp} = {micro * dp}", _around(batch, micro * dp)
+    yield f"--train.global-batch {batch} is not divisible by {product}: use {use}{other}"
 
 
 def _check_run(config: Config) -> Iterator[str]:
     train, optim = config.train, config.optim
     if train.stop_after is not None and train.stop_after > train.steps:
-        yield (
-            f"--train.stop-after {train.stop_after} is past --train.steps {train.steps}: use at most {train.steps}, "
-            f"or --train.steps {train.stop_after}"
-        )
+        stop, steps = train.stop_after, train.steps
+        yield f"--train.stop-after {stop} is past --train.steps {steps}: use at most {steps}, or --train.steps {stop}"
     if optim.min_lr is not None and optim.min_lr > optim.lr:
         yield f"--optim.min-lr {optim.min_lr:g} is above --optim.lr {optim.lr:g}: use at most {optim.lr:g}"
 
 
+def export_limits(model: ModelConfig) -> Iterator[str]:
+    """What of a model, resolved or not, the Hugging Face layout of its architecture cannot express."""
+    heads, kv_heads, hidden = model.heads, model.kv_heads or model.heads, model.hidden
+    if model.arch == "gpt":
+        if kv_heads != heads:
+            yield f"--model.kv-heads {kv_heads} for {heads} heads"
+        if model.head_dim and model.head_dim * heads != hidden:
+            yield f"--model.head-dim {model.head_dim} for {heads} heads and width {hidden}"
+    elif model.qk_norm and model.bias:
+        yield "--model.bias true with --model.qk-norm true"
+    elif not model.qk_norm and hidden % heads:
+        yield f"--model.hidden {hidden}, which is no multiple of the number of heads ({heads})"
+
+
 def _check_export(config: Config) -> Iterator[str]:
-    """What Hugging Face's layouts cannot express."""
-    model = config.model
-    if not config.checkpoint.export_hf:
-        return
-    wanted = "the Hugging Face layout has none of that: drop it, or use --checkpoint.export-hf false"
-    if model.arch == "llama":
-        if model.hidden % model.heads:
-            yield f"--model.hidden {model.hidden} is no multiple of --model.heads {model.heads}: {wanted}"
-        if model.qk_norm and model.bias:
-            yield f"--model.qk-norm true with --model.bias true: {wanted}"
-        return
-    if model.kv_heads not in (None, model.heads):
-        yield f"--model.kv-heads {model.kv_heads} with --model.heads {model.heads}: {wanted}"
-    if model.head_dim is not None and model.head_dim * model.heads != model.hidden:
-        yield f"--model.head-dim {model.head_dim} × heads {model.heads} ≠ hidden {model.hidden}: {wanted}"
+    for limit in export_limits(config.model) if config.checkpoint.export_hf else ():
+        yield f"{limit}: the Hugging Face layout cannot express that; drop it, or use --checkpoint.export-hf false"
 
 
 def _check_vocab(config: Config, tokenizer_vocab: int | None) -> Iterator[str]:
     vocab = config.model.vocab
     if vocab is not None and tokenizer_vocab is not None and vocab < tokenizer_vocab:
-        yield (
-            f"--model.vocab {vocab} is less than the tokenizer's {tokenizer_vocab} tokens ({config.data.tokenizer}): "
-            f"use --model.vocab {tokenizer_vocab}, or leave it out"
-        )
+        tokens = f"the tokenizer's {tokenizer_vocab} tokens ({config.data.tokenizer})"
+        yield f"--model.vocab {vocab} is less than {tokens}: use --model.vocab {tokenizer_vocab}, or leave it out"

@@ -1,5 +1,6 @@
-"""The console script `threed` (the same as `python -m threed`): tools beside training.
+"""The console script `threed` (the same as `python -m threed`): training, and the tools beside it.
 
+threed train gpt --preset tiny                                 on one process; on more: torchrun … -m threed train gpt
 threed schedule 1f1b --stages 4 --microbatches 8 [--svg FILE] [--json]
 threed plan --world-size 8 --preset small --parallel.tp 2      what a run would take; flags as for training
 threed tokenize SRC DST [--tokenizer bytes]                    text -> Megatron .bin/.idx
@@ -23,14 +24,12 @@ from pathlib import Path
 
 from threed import schedules
 
-PRESETS = Path(__file__).resolve().parent.parent / "pretrain" / "presets"
-
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a tool; the exit code: 0, or 2 with one clear line for what was wrong."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["plan"]:
-        return _plan(argv[1:])
+    if argv[:1] in (["train"], ["plan"]):
+        return _train(*argv)
     if argv[:1] == ["verify"]:
         return _verify(argv)
     arguments = _parser().parse_args(argv)
@@ -44,9 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="threed", description="Tools of threed; training is `torchrun pretrain/gpt.py`."
-    )
+    parser = argparse.ArgumentParser(prog="threed", description="Training, and the tools beside it.")
     tools = parser.add_subparsers(required=True, metavar="TOOL")
 
     def tool(name: str, text: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
@@ -54,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
+    tools.add_parser("train", help="[gpt|llama] --preset tiny …: trains; `threed train --help` lists every key")
     sub = tool("schedule", "plays a pipeline schedule out, and draws it", _schedule)
     sub.add_argument("name", help=", ".join(schedules.available()))
     sub.add_argument("--stages", type=int, required=True, help="pipeline ranks")
@@ -90,10 +88,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(argv: list[str]) -> int:
+def _train(tool: str, *words: str) -> int:
+    """Trains, or plans a run: `[gpt|llama]`, then the flags of training."""
     from threed import launch
 
-    return launch.main([*argv, "--dry-run"], defaults={}, presets=PRESETS, prog="threed plan")
+    arch = words[0] if words and not words[0].startswith("-") else None
+    flags = list(words[arch is not None :])
+    if arch not in (None, "gpt", "llama"):
+        return launch.refuse(f"threed {tool} {arch}: no such architecture; there are gpt and llama")
+    if tool == "plan":
+        return launch.main([*flags, "--dry-run"], arch=arch, prog="threed plan")
+    return launch.main(flags, arch=arch, prog=f"-m threed train {arch or ''}".rstrip())
 
 
 def _verify(argv: list[str]) -> int:
@@ -102,7 +107,7 @@ def _verify(argv: list[str]) -> int:
     from threed.arguments import load
 
     try:
-        config, options = load(flags, defaults=testing.DEFAULTS, presets=PRESETS)
+        config, options = load(flags, defaults=testing.DEFAULTS)
         if options.dry_run or options.world_size is not None:
             raise ValueError("--dry-run and --world-size are for training; use --topologies")
         build, batch = testing.find(a.model)
@@ -154,7 +159,7 @@ def _inspect(a: argparse.Namespace) -> None:
 def _machine_facts(drive: str) -> str:
     import torch
 
-    from threed import native
+    from threed import device, native
     from threed.topology import backends
 
     lines = [f"python       {platform.python_version()}"]
@@ -163,7 +168,7 @@ def _machine_facts(drive: str) -> str:
             lines.append(f"{name:<12} {version(name)}")
         except PackageNotFoundError:
             lines.append(f"{name:<12} not installed")
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    devices = [str(device.name(torch.device("cuda", i))) for i in range(device.count())]
     lines.append(f"devices      {', '.join(devices) or f'CPU, {torch.get_num_threads()} threads in this process'}")
     lines.append(f"backends     {', '.join(backends()) or 'none'}")
     for name, found in native.status().items():

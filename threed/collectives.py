@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from threed.device import count, current
 from threed.topology import Axis, Link
 
 # `_single` is the new name of what older versions call `_tensor`.
@@ -64,11 +64,6 @@ def split(size: int, parts: int, index: int) -> tuple[int, int]:
     return size * index // parts, size * (index + 1) // parts
 
 
-def shapes_only(tensor: Tensor) -> bool:
-    """Whether a tensor has no values: a layer is being traced, or a rank is planned on paper."""
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
 def same_start(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors begin at the same place in memory."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
@@ -76,13 +71,13 @@ def same_start(a: Tensor, b: Tensor) -> bool:
 
 def _gloo(axis: Axis) -> bool:
     if axis.group is None:  # on paper
-        return not (torch.cuda.is_available() and dist.is_nccl_available())
+        return not (count() and dist.is_nccl_available())
     return dist.get_backend(axis.group) == "gloo"
 
 
 def _start(collective: Callable[..., dist.Work | None], out: Tensor, *args: Any, axis: Axis) -> dist.Work | None:
-    """Begins a collective; what has shapes only is not sent."""
-    return None if shapes_only(out) else collective(out, *args, group=axis.group, async_op=True)
+    """Begins a collective; on the meta device, where tensors have shapes only, nothing is sent."""
+    return None if out.is_meta else collective(out, *args, group=axis.group, async_op=True)
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -135,11 +130,12 @@ def start_reduce_scatter(
         raise ValueError(f"reduce-scatter of {tuple(full.shape)}: dimension 0 is no multiple of {axis.size} ranks")
     moved = full.contiguous().to(wire or full.dtype)
     axis.count(_nbytes(moved) // axis.size * (axis.size - 1))
-    if not _gloo(axis):
-        out = moved.new_empty(full.shape[0] // axis.size, *full.shape[1:])
-        work = _start(_reduce_scatter_single, out, moved, axis=axis)
-        return Pending(lambda: out.to(full.dtype) if into is None else _store(out, into, add), work)
-    return _exchange_sum(moved, axis, full.dtype, into, add)
+    if _gloo(axis):
+        return _exchange_sum(moved, axis, full.dtype, into, add)
+    direct = into if into is not None and not add and into.dtype == moved.dtype else None
+    out = moved.new_empty(full.shape[0] // axis.size, *full.shape[1:]) if direct is None else direct
+    work = _start(_reduce_scatter_single, out, moved, axis=axis)
+    return Pending(lambda: out.to(full.dtype) if into is None else _store(out, into, add), work)
 
 
 def _store(value: Tensor, into: Tensor, add: bool) -> Tensor:
@@ -149,40 +145,35 @@ def _store(value: Tensor, into: Tensor, add: bool) -> Tensor:
 
 
 def _exchange_sum(full: Tensor, axis: Axis, dtype: torch.dtype, into: Tensor | None, add: bool) -> Pending:
-    """Sends each peer its part and adds up my part's versions in rank order; nothing is sent to oneself."""
-    parts = full.view(axis.size, -1)
+    """Sends each peer its part and adds up my part's versions in rank order.
+
+    More than two ranks send to themselves too, by a copy of one part here: else those in the middle would have to copy
+    all other parts, to have them side by side.
+    """
+    parts, shape = full.view(axis.size, -1), (full.shape[0] // axis.size, *full.shape[1:])
     row = parts.shape[1]
-    splits = [0 if r == axis.index else row for r in range(axis.size)]
-    send = _without(parts, axis.index)
-    got = full.new_empty((axis.size - 1) * row)
-    work = _start(dist.all_to_all_single, got, send, splits, splits, axis=axis)
+    splits = [row] * axis.size
+    if axis.size == 2:
+        splits[axis.index], full = 0, parts[1 - axis.index]
+    got = full.new_empty(sum(splits))
+    work = _start(dist.all_to_all_single, got, full.view(-1), splits, splits, axis=axis)
     # Narrow numbers are added in fp32 and rounded once; a sum of two is rounded once anyway.
     narrow = dtype in (torch.bfloat16, torch.float16) and (axis.size > 2 or add)
     wide = torch.float32 if narrow else dtype
+    direct = into.view(-1) if into is not None and not add and full.dtype == wide == into.dtype else None
 
     def add_up() -> Tensor:
-        versions = list(got.view(axis.size - 1, row).unbind(0))
-        versions.insert(axis.index, parts[axis.index])
-        if into is not None and not add and axis.size == 2 and full.dtype == wide == into.dtype:
-            torch.add(versions[0], versions[1], out=into.view(-1))
-            return into
-        total = versions[0].to(wide) + versions[1].to(wide)
+        versions = list(got.view(max(1, axis.size * (axis.size > 2)), row).unbind(0))
+        if axis.size == 2:
+            versions.insert(axis.index, parts[axis.index])
+        total = torch.add(versions[0].to(wide), versions[1].to(wide), out=direct)
         for version in versions[2:]:
             total += version
         if into is None:
-            return total.to(dtype).view(full.shape[0] // axis.size, *full.shape[1:])
+            return total.to(dtype).view(shape)
         return _store(total.view(into.shape), into, add)
 
     return Pending(add_up, work)
-
-
-def _without(parts: Tensor, index: int) -> Tensor:
-    """Rows of `parts` but one, flat; a view when the row is the first or the last (always so with two ranks)."""
-    if index == 0:
-        return parts[1:].reshape(-1)
-    if index == len(parts) - 1:
-        return parts[:-1].reshape(-1)
-    return torch.cat((parts[:index], parts[index + 1 :])).view(-1)
 
 
 def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
@@ -230,8 +221,16 @@ def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def sum_of_scalars(values: Tensor, axis: Axis) -> Tensor:
-    """The sum of a few numbers [k] over the axis, added in rank order; one small message instead of two."""
-    return all_gather(values.unsqueeze(0), axis).sum(0)
+    """The sum of a few numbers [k] over the axis, in an order of the backend's, the same bits on every rank.
+
+    It is the backend's own all-reduce, whose memory does not grow with the ranks; nor, on NCCL's trees, its time by
+    more than their depth. Ours in rank order is for many numbers.
+    """
+    total = values.clone()
+    if axis.size > 1:
+        axis.count(2 * _nbytes(total) * (axis.size - 1) // axis.size)
+        dist.all_reduce(total, group=axis.group)
+    return total
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:
@@ -356,13 +355,13 @@ def exchange(value: Any, axis: Axis) -> list[Any]:
     """
     if axis.group is None:  # this rank alone; or on paper, where every rank is as this one
         return [value] * axis.size
-    device = torch.device("cuda", torch.cuda.current_device()) if not _gloo(axis) else torch.device("cpu")
+    device = torch.device("cpu") if _gloo(axis) or not count() else current()
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = all_gather(torch.tensor([data.numel()], device=device), axis).tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
     rows = all_gather(padded, axis).view(axis.size, -1).cpu()
-    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes, strict=True)]
+    return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
 
 
 def leave(code: int = 0) -> None:

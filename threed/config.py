@@ -17,7 +17,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from threed import schedules
 from threed.param_groups import ParamGroup as ParamGroup
+from threed.schedules import ScheduleName
 from threed.values import (
     Betas,
     Count,
@@ -38,10 +40,6 @@ from threed.values import (
     ZeroStage,
 )
 
-ScheduleName = Literal[
-    "1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera", "dualpipe",
-    "dualpipev", "2bw",
-]  # fmt: skip
 DType = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 SumType = Literal["fp32", "bf16", "fp16", "fp64"]
 Place = Literal["none", "cpu", "nvme"]
@@ -303,7 +301,7 @@ def _fill(group: BaseModel, values: dict[str, Any]) -> BaseModel:
 
 def _resolve_parallel(config: Config, world_size: int | None) -> dict[str, Any]:
     dp = None if world_size is None else derive_dp(config, world_size)
-    return {"dp": dp, "sequence": config.parallel.tp > 1, "chunks": 1}
+    return {"dp": dp, "sequence": config.parallel.tp > 1, "chunks": schedules.own_chunks(config.parallel.schedule)}
 
 
 def _resolve_precision(precision: PrecisionConfig) -> dict[str, Any]:

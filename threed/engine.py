@@ -35,9 +35,9 @@ from threed.metrics import Faults
 from threed.metrics import StepMetrics as StepMetrics
 from threed.models import Model, Wrapped
 from threed.models.check import check
-from threed.pipeline import checkpoints
+from threed.pipeline import activation_checkpointing
 from threed.pipeline.executor import Executor, Span
-from threed.pipeline.stage import Stage, Whole
+from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.transport import Links, Transport
 from threed.precision import LossScale, dtype
 from threed.schedules import Plan, forward_only, lower
@@ -58,10 +58,14 @@ PHASES = ("fwd_bwd_s", "dp_comm_s", "optim_s")
 
 
 @functools.lru_cache(maxsize=32)
-def lowered(schedule: str, stages: int, microbatches: int, gathers: bool = False) -> Plan:
+def lowered(schedule: str, microbatches: int, placement: tuple[tuple[int, ...], ...], gathers: bool = False) -> Plan:
     """A schedule's plan with its communication; "forward-only" for evaluation and sampling."""
-    plan = forward_only(stages, microbatches) if schedule == "forward-only" else None
-    return lower(plan or build_plan(schedule, stages, microbatches), gathers)
+    stages, chunks = len(placement), len(placement[0])
+    forward = schedule == "forward-only"
+    plan = (
+        forward_only(stages, microbatches, placement) if forward else build_plan(schedule, stages, microbatches, chunks)
+    )
+    return lower(plan, gathers)
 
 
 class Engine:
@@ -87,13 +91,13 @@ class Engine:
         self._check_tile(config.zero.tile)
         self.config = config = resolve(config, 0, topology.world) if self.wrapped else config
         if self.wrapped is not None:
-            checkpoints.enable(self.wrapped.module, config)
+            activation_checkpointing.enable(self.wrapped.module, config)
         self.changes: Changes | None = None
         self.steps = self.consumed = 0
         self._begun = False
         agreement.check_configuration(config, topology.axis("world"))
-        self.batches = Batches(self.model, topology, config)
         self.blueprint = blueprint = self._draw()
+        self.batches = Batches(self.model, topology, config, ends=blueprint.cut.last[0] == topology.axis("pp").index)
         self.layout = blueprint.layout
         layers, mine = blueprint.layers, [blueprint.layers[number] for number in blueprint.held]
         self.flags = [f for layer in layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
@@ -164,9 +168,11 @@ class Engine:
         """This rank's chunks of the model; a wrapped module gathers its parameters, and recomputes, by itself."""
         blueprint, first, stages = self.blueprint, 0, []
         units = {} if self.wrapped else {unit: mine[unit] for unit in blueprint.recomputed_units}
-        recomputed = checkpoints.build(self.config, units, blueprint.live, self.model.slicing, self.topology)
+        recomputed = activation_checkpointing.build(
+            self.config, units, blueprint.live, self.model.slicing, self.topology
+        )
         for chunk in blueprint.chunks:
-            layers, gatherer = mine[first : first + len(chunk)], Whole() if self.wrapped else self.gatherer
+            layers, gatherer = mine[first : first + len(chunk)], AlwaysWhole() if self.wrapped else self.gatherer
             stages.append(Stage(layers, gatherer, self.config.zero.prefetch, first, recomputed))
             first += len(chunk)
         return stages
@@ -280,7 +286,7 @@ class Engine:
         return torch.zeros_like(loss) if self.optimizer.scaler.rule.dynamic else loss.isnan().double()
 
     def _pass_ended(self, chunk: int = 0) -> None:
-        self.reducer.pass_ended()
+        self.reducer.pass_ended(chunk)
         if self.hooks is not None:
             self.hooks.pass_ended()
 
@@ -344,7 +350,7 @@ class Engine:
         return self.batches.micro_batches(batch, self.steps, self.consumed, scale, training)
 
     def _plan(self, schedule: str, microbatches: int) -> Plan:
-        return lowered(schedule, self.topology.pp, microbatches, self.config.zero.stage == 3)
+        return lowered(schedule, microbatches, self.blueprint.cut.placement, self.config.zero.stage == 3)
 
     def record(self, on: bool = True) -> list[Span]:
         """Starts (or stops) to record what runs when; gives the spans recorded so far."""

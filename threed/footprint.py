@@ -3,7 +3,7 @@
     costs = trace(blueprint.model, blueprint.layers, config, topology, blueprint.recomputed)
     footprint(blueprint, costs)             bytes by purpose, and bytes sent over each axis
 
-To be used under torch's fake tensors. Parameters, gradients and optimizer states are the storages that an engine makes;
+Blueprints are those of `Topology.drawn`. Parameters, gradients and optimizer states are the storages that an engine makes;
 reductions and gathers are those of ZeRO's own reducer and gatherer, run on gradients that are shapes only.
 """
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,16 +21,17 @@ from torch import nn
 from threed import collectives
 from threed.blueprint import Blueprint
 from threed.config import Config
+from threed.device import peak_bytes, reset_peak
 from threed.layers import MicroBatch
 from threed.models import Model
-from threed.pipeline import checkpoints
+from threed.pipeline import activation_checkpointing
 from threed.pipeline.trace import META, LayerCost, Tracer, Watch
 from threed.planner.gathering import gathering
 from threed.planner.grid import AXES
 from threed.precision import dtype
 from threed.schedules import Action, Kind
 from threed.schedules.action import COMPUTE
-from threed.topology import Topology
+from threed.topology import Topology, default_device
 from threed.zero import setup
 from threed.zero.layout import Group, Layout
 from threed.zero.reducer import Reducer
@@ -57,10 +59,10 @@ def trace(
     """
     wide, grads = dtype(config.precision.dtype), dtype(config.precision.grad_dtype or "fp32")
     tracer = Tracer(_example(model, config), wide, grads, topology.traffic)
-    costs = tracer.trace(layers, checkpoints.on_paper(config, recomputed, model.slicing))
+    costs = tracer.trace(layers, activation_checkpointing.on_paper(config, recomputed, model.slicing))
     if config.recompute.mode == "full":
         for number in recomputed:
-            costs[number] = _moved(costs[number], config, topology.device.type)
+            costs[number] = _moved(costs[number], config, default_device().type)
     return costs
 
 
@@ -69,7 +71,7 @@ def _moved(cost: LayerCost, config: Config, device: str) -> LayerCost:
     r = config.recompute
     copied = cost.input if cost.keeps_input else cost.kept  # of slices that is all that the layer keeps
     if r.offload == "nvme" or (r.offload == "cpu" and device != "cpu"):
-        passing = cost.backward + checkpoints.BUFFERS * copied
+        passing = cost.backward + activation_checkpointing.BUFFERS * copied
         return replace(cost, kept=0, keeps_input=False, elsewhere=copied, backward=passing)
     return replace(cost, kept=copied, keeps_input=False) if r.arena else cost
 
@@ -93,8 +95,8 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     """What this rank holds and sends. costs: of all layers of the model."""
     config, layout, traffic = blueprint.config, blueprint.layout, blueprint.topology.traffic
     rule, delayed, before = setup.rule(config.optim), config.zero.delayed_update, Counter(traffic)
-    states = [new_state(bucket, rule.parts, layout.policy, delayed) for bucket in layout.buckets]
-    held = holdings(layout, states)
+    states = [new_state(bucket, rule.state_names, layout.policy, delayed) for bucket in layout.buckets]
+    held = holdings(layout, states, default_device().type == "cuda")
     if delayed:
         held["optimizer"] += sum(bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets)
     gathered = _gather(blueprint)
@@ -107,6 +109,19 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     elsewhere = held.pop("offloaded") + _kept_elsewhere(blueprint, chunks)
     held["peak"] = sum(held.values())
     return Footprint({**held, **({"offloaded": elsewhere} if elsewhere else {})}, sends)
+
+
+@contextmanager
+def measuring(layout: Layout, states: Sequence[State], device: torch.device) -> Iterator[Callable[[], int]]:
+    """While this is open, finds the most bytes that tensors have in memory at once, those of the layout and the states
+    among them: by a GPU's allocator, or by looking at every operation on a CPU."""
+    if device.type == "cuda":
+        reset_peak(device)
+        yield lambda: peak_bytes(device)
+        return
+    with Watch() as watch:
+        watch.look_at(storages(layout, states))
+        yield lambda: watch.most
 
 
 def _standing(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
@@ -152,7 +167,7 @@ def _gather(blueprint: Blueprint) -> int:
     """Counts what is gathered in a step as sent; the most bytes of sliced parameters that are whole at once."""
     layout, most, first = blueprint.layout, 0, 0
     width, actions = layout.policy.param_dtype.itemsize, blueprint.plan.ranks[blueprint.topology.axis("pp").index]
-    times = Counter({group: 1 for group in layout.groups if group.kind.trainable and not group.sliced})
+    times = Counter({group: 1 for group in layout.groups if group.key.trainable and not group.sliced})
     for number, chunk in enumerate(blueprint.chunks):
         units = [_gathered_by(layout, unit) for unit in range(first, first + len(chunk))]
         reads = [getattr(blueprint.layers[n], "backward_reads_weights", True) or n in blueprint.again for n in chunk]
@@ -165,13 +180,13 @@ def _gather(blueprint: Blueprint) -> int:
             before = blueprint.topology.traffic["dp"]
             collectives.start_all_gather(part, group.shard)
             blueprint.topology.traffic["dp"] += (blueprint.topology.traffic["dp"] - before) * (count - 1)
-    tiles = sorted((group.numel for group in layout.groups if group.kind.tile), reverse=True)[:2]
+    tiles = sorted((group.numel for group in layout.groups if group.key.tile), reverse=True)[:2]
     return (most + sum(tiles)) * width
 
 
 def _gathered_by(layout: Layout, unit: int) -> dict[Group, int]:
     """What a unit gathers before it runs, and how many elements that is."""
-    groups = [group for group in layout.groups if group.kind.tile is None and unit in (group.kind.units or ())]
+    groups = [group for group in layout.groups if group.key.tile is None and unit in (group.key.units or ())]
     return {group: group.numel for group in groups}
 
 
@@ -219,10 +234,15 @@ class _Reductions:
         traffic = blueprint.topology.traffic
         with Watch(storages(layout, states)) as watch:
             reducer.begin(rounds)
+            self.during: dict[int, int] = {}
             for _ in range(rounds):
                 before = Counter(traffic)
-                self.during = self._backward(reducer, layout, watch)
-                reducer.pass_ended()
+                last = sum(len(chunk) for chunk in blueprint.chunks)
+                for chunk in reversed(range(len(blueprint.chunks))):
+                    first = last - len(blueprint.chunks[chunk])
+                    self._backward(reducer, layout, range(first, last), watch)
+                    reducer.pass_ended(chunk)
+                    last = first
             self.left = watch.begin()
             # The rounds that were not run are as the last one was.
             for label in traffic:
@@ -232,15 +252,12 @@ class _Reductions:
             reducer.finish()
             self.end = watch.most
 
-    def _backward(self, reducer: Reducer, layout: Layout, watch: Watch) -> dict[int, int]:
-        """Bytes by unit."""
-        found = torch.empty((), dtype=layout.policy.grad_dtype)
-        units = sorted({unit for slot in layout.slots for unit in slot.units}, reverse=True)
-        during = {}
-        for unit in units:
+    def _backward(self, reducer: Reducer, layout: Layout, units: range, watch: Watch) -> None:
+        """Every parameter of some units gets its gradients."""
+        found = torch.empty((), dtype=layout.policy.grad_dtype, device=META)
+        for unit in reversed(units):
             watch.begin()
             for slot in reversed(layout.slots):
                 for _ in range(slot.units.count(unit) if slot.param.requires_grad else 0):
                     reducer.sink_of(slot).add(found.expand(slot.param.shape))
-            during[unit] = watch.most
-        return during
+            self.during[unit] = watch.most

@@ -6,18 +6,18 @@ print(forecast.text())                          # what a run prints at its start
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from threed import models, schedules
 from threed.blueprint import Blueprint
 from threed.config import Config
-from threed.footprint import Footprint, footprint, trace
+from threed.footprint import footprint, trace
 from threed.layers import Slicing
 from threed.models import Model
-from threed.pipeline.checkpoints import choose
+from threed.pipeline.activation_checkpointing import choose
+from threed.pipeline.trace import LayerCost
 from threed.planner.grid import AXES, Grid
 from threed.planner.memory import regime
 from threed.precision import dtype
@@ -63,16 +63,17 @@ class Forecast:
         build = build or (lambda slicing: models.build(config.model, slicing))
         p = config.parallel
         grid = Grid.of(world, pp=p.pp, dp=p.dp, cp=p.cp, tp=p.tp)
+        alike: dict[object, _Column] = {}  # columns that hold parameters of the same shapes count as one
         columns = [_Column(config, grid, build, number) for number in range(grid.tp)]
+        columns = [alike.setdefault(column.shapes, column) for column in columns]
         whole = columns[0] if grid.tp == 1 else _Column(config, Grid(), build, 0)
         flops = [sum(costs) for costs in zip(*(column.flops for column in columns), strict=True)]
-        with FakeTensorMode():
-            drawn = [[column.blueprint(stage, flops) for stage in range(grid.pp)] for column in columns]
-            held = [column.footprints(blueprints) for column, blueprints in zip(columns, drawn, strict=True)]
-        first, ranks = drawn[0][0], []
+        drawn = {column: [column.blueprint(stage, flops) for stage in range(grid.pp)] for column in alike.values()}
+        held = {column: [footprint(one, column.costs) for one in stages] for column, stages in drawn.items()}
+        first, ranks = drawn[columns[0]][0], []
         for rank in range(world):
             place = grid.coordinates(rank)
-            found = held[place["tp"]][place["pp"]]
+            found = held[columns[place["tp"]]][place["pp"]]
             layers = first.cut.chunks(place["pp"])
             ranks.append(RankForecast(rank, grid.label(rank), layers, found.bytes, found.sends))
         bubble = _timeline(flops, first).bubble
@@ -83,7 +84,7 @@ class Forecast:
         """The forecast for people: one line a fact, one line a rank (the first 16)."""
         c, train = self.config, self.config.train
         grid = " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1) or "one rank"
-        widths, moments, dp = _widths(c), len(rule(c.optim).parts), self.sizes["dp"]
+        widths, moments, dp = _widths(c), len(rule(c.optim).state_names), self.sizes["dp"]
         shards = dp if c.zero.shard_size == "all" or c.zero.stage == 0 else int(c.zero.shard_size)
         small = c.zero.resident
         states = regime(*widths, c.zero.stage, shards, replicas=dp // shards, moments=moments, resident=small)
@@ -122,16 +123,20 @@ def _width(name: str) -> int:
 class _Column:
     """The ranks of one place on the tensor axis: their model, and the costs of its layers."""
 
-    same: _Column | None = None
-
     def __init__(self, config: Config, grid: Grid, build: Callable[[Slicing], Model], number: int) -> None:
         self.config, self.grid, self.number = config, grid, number
         self.topology = Topology.drawn(grid, number)
         sequence = bool(config.parallel.sequence)
         self.model = build(Slicing(self.topology.axis("tp"), sequence, config.train.seed, config.zero.tile))
         self.layers = self.model.layers()
-        self.recomputed = [] if config.recompute.mode == "none" else choose(self.layers, config.recompute.every)
-        self.costs = trace(self.model, self.layers, config, self.topology, self.recomputed)
+        self.shapes = tuple(tuple(tuple(p.shape) for p in layer.parameters()) for layer in self.layers)
+
+    @functools.cached_property
+    def costs(self) -> list[LayerCost]:
+        """Of every layer of the model, to a rank of this column."""
+        r = self.config.recompute
+        recomputed = [] if r.mode == "none" else choose(self.layers, r.every)
+        return trace(self.model, self.layers, self.config, self.topology, recomputed)
 
     @property
     def flops(self) -> list[float]:
@@ -150,10 +155,6 @@ class _Column:
         place = {**dict.fromkeys(AXES, 0), "pp": stage, "tp": self.number}
         topology = Topology.drawn(self.grid, self.grid.rank_of(place))
         return Blueprint.draw(self.model, self.layers, topology, self.config, lambda _: flops)
-
-    def footprints(self, blueprints: Sequence[Blueprint]) -> list[Footprint]:
-        """What every stage of this column holds and sends."""
-        return [footprint(blueprint, self.costs) for blueprint in blueprints]
 
 
 def _timeline(flops: Sequence[float], drawn: Blueprint) -> schedules.Timeline:

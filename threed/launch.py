@@ -1,6 +1,6 @@
 """From a command line to a run: parse, check everything, then topology -> model -> engine -> trainer.
 
-    sys.exit(launch.main(sys.argv[1:], defaults={"model": {"arch": "gpt"}}, presets=folder, prog="pretrain/gpt.py"))
+    sys.exit(launch.main(sys.argv[1:], arch="gpt", prog="pretrain/gpt.py"))
 
 All that can be found wrong is found before any process group is made, reported at once by local rank 0, and ends the
 program with exit code 2.
@@ -17,9 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from threed import collectives, models
+from threed import collectives, device, models
 from threed.arguments import Options, format_problems, help_text, load, load_checked
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, check_space
@@ -39,47 +37,51 @@ from threed.trainer import Trainer, resuming_flags
 _interrupted = threading.Event()
 
 
-def main(argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]], presets: Path, prog: str) -> int:
+def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
     """Trains as the command line says; the exit code: 0, or 2 when something about it is wrong.
+
+    prog: what follows `torchrun` to come here again. arch: the architecture where neither file nor flag names one.
 
     An interrupt (Ctrl-C) is answered by one line, and ends the process as it would have without.
     """
     process.die_with_parent()
     try:
-        return _run(argv, defaults, presets, prog)
+        return _run(argv, {"model": {"arch": arch}} if arch else {}, prog)
     except KeyboardInterrupt as interrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher passes on what the terminal sent already
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        if _local_rank() == 0:
             print(f"threed: interrupted; {interrupt or 'nothing was begun yet'}", flush=True)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         raise
 
 
-def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: Path, prog: str) -> int:
-    world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) -> int:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     local_world = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
     try:
-        config, options = _load(argv, defaults, presets, world, local_world)
+        config, options = _load(argv, defaults, world, local_world)
         if options.help:
-            return _say(help_text(config, prog, presets=presets), local)
+            return _say(help_text(config, prog))
         world = options.world_size or world
         data = _open(config)
-        config, forecast = _checked(config, data, world)
+        config = _checked(config, data, world)
+        forecast = _forecast(config, world)
     except ConfigError as error:
-        return _refuse(format_problems(error.problems), local)
+        return refuse(format_problems(error.problems))
     problems = _problems_here(config, forecast)
     if options.dry_run:  # of a run on another machine, perhaps: what is in the way on this one is only said
-        return _say("\n".join([forecast.text(), *(f"here       {problem}" for problem in problems)]), local)
+        text = [] if forecast is None else [forecast.text()]
+        return _say("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
     if options.world_size is not None:
         problems = ["--world-size goes with --dry-run; torchrun sets the world size of a run"]
     if problems:
-        return _refuse(format_problems(problems), local)
+        return refuse(format_problems(problems))
     try:
-        _train(config, data, [prog, *argv])
+        _train(config, data, [*prog.split(), *argv], forecast)
         code = 0
     except CheckpointError as error:  # the same on every rank
-        code = _refuse(f"threed: {error}", local)
+        code = refuse(f"threed: {error}")
     except SwapError as error:  # this rank's drive alone, perhaps: it speaks for itself, and the others end with it
         print(f"threed: {error}", file=sys.stderr, flush=True)
         code = 2
@@ -94,11 +96,11 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _train(config: Config, data: Data, words: list[str]) -> None:
+def _train(config: Config, data: Data, words: list[str], forecast: Forecast | None) -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as in a shell's background
         signal.signal(signal.SIGINT, _interrupt)
     try:
-        train(config, data, words)
+        train(config, data, words, forecast)
     except RuntimeError:
         # Another rank is gone, perhaps, for it was interrupted: then so is this one, or will be in a moment. What the
         # handler raises in a callback of autograd's is lost, so the event counts.
@@ -116,39 +118,44 @@ def _how_to_go_on(config: Config) -> str:
 
 
 def _load(
-    argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: Path, world: int, local_world: int | None
+    argv: list[str], defaults: Mapping[str, Mapping[str, Any]], world: int, local_world: int | None
 ) -> tuple[Config, Options]:
     """The configuration; or ConfigError with all its problems, and those of the data it names where that is clear."""
     try:
-        return load_checked(argv, defaults=defaults, presets=presets, world_size=world, local_world=local_world)
+        return load_checked(argv, defaults=defaults, world_size=world, local_world=local_world)
     except ConfigError as error:
         problems = error.problems
     try:
-        d = load(argv, defaults=defaults, presets=presets)[0].data
+        d = load(argv, defaults=defaults)[0].data
         problems = problems + find_data_problems(d.path, d.tokenizer, d.split)
     except ConfigError:
         pass  # what does not parse is among the problems already
     raise ConfigError(problems)
 
 
-def train(config: Config, data: Data, command: list[str]) -> None:
-    """Builds topology, model and engine from a resolved configuration, and trains."""
+def train(config: Config, data: Data, command: list[str], forecast: Forecast | None = None) -> None:
+    """Builds topology, model and engine from a resolved configuration, and trains; forecast: of it, if known."""
     p = config.parallel
     topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp)
     slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile)
     engine = Engine(models.build(config.model, slicing), topology, config)
-    Trainer(engine, data, command).run()
+    Trainer(engine, data, command, forecast).run()
 
 
-def _say(text: str, local: int) -> int:
-    if local == 0:
+def _local_rank() -> int:
+    """This process among those of its machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _say(text: str) -> int:
+    if _local_rank() == 0:
         print(text)
     return 0
 
 
-def _refuse(text: str, local: int) -> int:
+def refuse(text: str) -> int:
     """Exit code 2; the other ranks wait for local rank 0 to speak, for a launcher ends all ranks with the first."""
-    if local == 0:
+    if _local_rank() == 0:
         print(text, file=sys.stderr, flush=True)
     else:
         time.sleep(5)
@@ -166,19 +173,25 @@ def _open(config: Config) -> Data:
     raise ConfigError(problems)
 
 
-def _checked(config: Config, data: Data, world: int) -> tuple[Config, Forecast]:
-    """The resolved configuration and what it takes, or ConfigError with what is wrong on any machine."""
+def _checked(config: Config, data: Data, world: int) -> Config:
+    """The resolved configuration, or ConfigError with what is wrong on any machine."""
     problems = find_problems(config, world, tokenizer_vocab=data.vocab)
     if problems:
         raise ConfigError(problems)
-    config = resolve(config, data.vocab, world)
+    return resolve(config, data.vocab, world)
+
+
+def _forecast(config: Config, world: int) -> Forecast | None:
+    """What a run takes: local rank 0 finds it out, and refuses what cannot be cut; the others are ended with it."""
+    if _local_rank() > 0:
+        return None
     try:
-        return config, Forecast.of(config, world)
+        return Forecast.of(config, world)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
 
 
-def _problems_here(config: Config, forecast: Forecast) -> list[str]:
+def _problems_here(config: Config, forecast: Forecast | None) -> list[str]:
     """What this machine's disk, drive or devices, or a checkpoint on it, object to."""
     folder = Path(config.run.dir or "runs")
     problems = [*_disk_problems(folder, forecast), *_resume_problems(folder, config), *_device_problems(config)]
@@ -201,10 +214,12 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
-def _disk_problems(folder: Path, forecast: Forecast) -> list[str]:
+def _disk_problems(folder: Path, forecast: Forecast | None) -> list[str]:
     there = _existing(folder)
     if not there.is_dir() or not os.access(there, os.W_OK):
         return [f"the run folder {folder} cannot be made in {there}: choose another with --run.dir"]
+    if forecast is None:
+        return []
     try:
         check_space(there, checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype))
     except CheckpointError as error:
@@ -228,8 +243,8 @@ def _resume_problems(folder: Path, config: Config) -> list[str]:
 
 def _device_problems(config: Config) -> list[str]:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if torch.cuda.is_available() and local_world > torch.cuda.device_count():
-        count = torch.cuda.device_count()
+    count = device.count()
+    if 0 < count < local_world:
         fix = f"start {count}, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU"
         return [f"{local_world} ranks on a machine with {count} GPU{'s' if count > 1 else ''}: {fix}"]
     return []

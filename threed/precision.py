@@ -41,7 +41,7 @@ class Scaler:
         self.left = torch.full((), float(rule.hysteresis), dtype=torch.float64, device=device)
 
     def update(self, skipped: Tensor) -> None:
-        """Takes notice of a step: `skipped` is 1.0 where it overflowed, else 0.0. Call it after unscaling."""
+        """Updates the scale after a step: `skipped` is 1.0 where it overflowed, else 0.0. Call it after unscaling."""
         if not self.rule.dynamic:
             return
         bad, full = skipped != 0, float(self.rule.hysteresis)

@@ -10,7 +10,6 @@ schedule cannot change it. Four 32-bit words come from one counter; element e is
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -124,13 +123,20 @@ def keep_mask(
     """Which elements dropout keeps: bool [rows b columns], each with probability 1 - p.
 
     samples: int64 [b], global sample indices; rows and columns: the ranges of the [s, width] activation held here.
+    Made in blocks of positions: beside the mask itself, 125 bytes for each of `_CHUNK` counters at a time, 8.2 MB
+    on a CPU and 131 MB elsewhere, or for those of one position's columns where they are more.
     """
-    stream = key(seed, name)
-    first, last = columns
-    arange = functools.partial(torch.arange, device=samples.device)
-    element = arange(*rows).view(-1, 1, 1) * width + arange(first, last)
-    sample = samples.view(1, -1, 1)
-    words = philox((element >> 2, sample & _MASK, sample >> 32, step & _MASK), stream)
-    lane = (element & 3).expand(words[0].shape)
-    word = torch.where(lane < 2, torch.where(lane == 0, words[0], words[1]), torch.where(lane == 2, words[2], words[3]))
-    return word >= int(p * 2**32)
+    stream, first, run, device = key(seed, name), columns[0], columns[1] - columns[0], samples.device
+    keep = torch.empty((rows[1] - rows[0]) * len(samples), run, dtype=torch.bool, device=device)
+    aligned = width % 4 == first % 4 == 0
+    counters = -(-run // 4) if aligned else (run + 6) // 4  # that cover a run, in the second case wherever it begins
+    column = torch.arange(max(run, counters), device=device)
+    lines = max(1, (_CHUNK if device.type == "cpu" else 16 * _CHUNK) // max(counters, 1))
+    for at in range(0, min(len(keep), lines) if keep.is_meta else len(keep), lines):  # one block shows what it takes
+        out = keep[at : at + lines]
+        line = torch.arange(at, at + len(out), device=device).view(-1, 1)
+        begin, sample = (line // len(samples) + rows[0]) * width + first, samples[line % len(samples)]
+        words = philox((begin // 4 + column[:counters], sample & _MASK, sample >> 32, step & _MASK), stream)
+        drawn = torch.stack([word >= int(p * 2**32) for word in words], -1).flatten(1)
+        out.copy_(drawn[:, :run] if aligned else drawn.gather(1, begin % 4 + column[:run]))
+    return keep.view(rows[1] - rows[0], len(samples), run)

@@ -26,14 +26,13 @@ def generate(engine: Engine, prompt: list[int], count: int, temperature: float =
 
 
 def _next(engine: Engine, tokens: Tensor, position: int, temperature: float, draw: torch.Generator) -> int:
-    """The next token: drawn on the last stage, told to the others."""
+    """The next token: drawn where the model ends, told to the others."""
     logits = engine.logits(tokens)
     chosen = torch.zeros(1, dtype=torch.int64, device=tokens.device)
     if logits is not None:
         scores = _whole(engine, logits[0, position]).cpu().double() / temperature
         chosen += torch.multinomial(torch.softmax(scores, 0), 1, generator=draw).to(tokens.device)
-    line = engine.topology.axis("pp")
-    return int(collectives.broadcast(chosen, line, line.size - 1))
+    return int(collectives.broadcast(chosen, engine.topology.axis("pp"), engine.blueprint.cut.last[0]))
 
 
 def _whole(engine: Engine, shard: Tensor) -> Tensor:

@@ -163,6 +163,11 @@ def _flat_boxes(
         yield (tail, *start), (1, *size), tail * row - first + offset
 
 
+def slices(start: Sequence[int], size: Sequence[int], origin: Sequence[int] = ()) -> tuple[slice, ...]:
+    """The index of a box, in a tensor that begins at `origin` (by default at zero)."""
+    return tuple(slice(a - o, a - o + n) for a, n, o in zip(start, size, origin or [0] * len(start), strict=True))
+
+
 def intersect(a_start: Sequence[int], a_size: Sequence[int], b_start: Sequence[int], b_size: Sequence[int]) -> (
     tuple[tuple[int, ...], tuple[int, ...]] | None
 ):  # fmt: skip

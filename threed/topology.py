@@ -13,7 +13,6 @@ next).
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from threed import device as gpu
 from threed.planner.grid import AXES, Grid, parse
 
 
@@ -95,8 +95,9 @@ def start_from_file(file: str, rank: int, world: int) -> None:
 def default_device() -> torch.device:
     """The device of this process: its local GPU where there is one, unless its ranks talk by gloo; else the CPU."""
     gloo = dist.is_initialized() and dist.get_backend() == "gloo"
-    if torch.cuda.is_available() and dist.is_nccl_available() and not gloo:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    count = gpu.count()
+    if count and dist.is_nccl_available() and not gloo:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count)
     return torch.device("cpu")
 
 
@@ -116,17 +117,16 @@ class Topology:
         self, pp: int = 1, tp: int = 1, cp: int = 1, dp: int | None = None, device: torch.device | None = None
     ) -> None:
         self.device = device or default_device()
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        gpu.use(self.device)
         start(self.device)
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self._set_up(Grid.of(world, pp=pp, dp=dp, cp=cp, tp=tp), rank, groups=True)
 
     @classmethod
-    def drawn(cls, grid: Grid, rank: int, device: torch.device | None = None) -> Topology:
-        """What a rank of a grid sees, without a process group: its axes have no groups, and nothing can be sent."""
+    def drawn(cls, grid: Grid, rank: int) -> Topology:
+        """What a rank of a grid sees, on paper: its axes have no groups, and its tensors have shapes and no values."""
         topology = cls.__new__(cls)
-        topology.device = device or default_device()
+        topology.device = torch.device("meta")
         topology._set_up(grid, rank, groups=False)
         return topology
 
@@ -138,20 +138,26 @@ class Topology:
         self._axes = {name: self._line(name, grid.ranks(rank, name)) for name in AXES}
         everyone = dist.group.WORLD if groups and self.world > 1 else None
         self._axes["world"] = Axis("world", tuple(range(self.world)), rank, everyone, self.traffic)
-        self._links = self._make_links() if groups else {}
+        self._links: dict[tuple[int, int], Link] = {}
+        self._linked: set[tuple[int, int]] = set()
+        self._link((stage, stage + 1) for stage in range(grid.pp - 1))
 
-    def prepare(self, blocks: Iterable[str] = (), ties: Iterable[tuple[int, ...]] = ()) -> None:
+    def prepare(
+        self, blocks: Iterable[str] = (), ties: Iterable[tuple[int, ...]] = (), links: Iterable[tuple[int, int]] = ()
+    ) -> None:
         """Makes the groups that a model asks for beyond the grid's lines. Collective over the world, same arguments.
 
         blocks: axes such as "tp/2" (the block of two neighbours on the tp axis that this rank is in), "dp%2" (every
         second rank of dp, from this one's block on: the same place in every block of two), and either of them, or a
         whole axis, with "@name": the same ranks with a communicator of their own. ties: pipeline stages that hold
-        copies of one weight; the ranks of these stages in one column of the grid become an axis.
+        copies of one weight; the ranks of these stages in one column of the grid become an axis. links: pairs of
+        pipeline ranks that talk; neighbours are linked already.
         """
         for name in sorted(set(blocks) - set(self._axes)):
             self._axes[name] = self._line(parse(name)[0][0], self.grid.ranks(self.rank, name))
         for stages in sorted(set(ties) - set(self._ties)):
             self._ties[stages] = self._line("pp", self.grid.stage_ranks(self.rank, stages))
+        self._link(links)
 
     def axis(self, name: str) -> Axis:
         """The axis called pp, dp, cp, tp or world, or a block of one such as "tp/2" that was prepared."""
@@ -196,14 +202,27 @@ class Topology:
         group = dist.new_group(list(ranks) if member else [self.rank], use_local_synchronization=True)
         return Axis(label, ranks, index, group if member else None, self.traffic)
 
-    def _make_links(self) -> dict[tuple[int, int], Link]:
-        line, links = self._axes["pp"], {}
-        # Pairs of one parity are disjoint: all of them are made at once.
-        for parity, direction in itertools.product((0, 1), (1, -1)) if line.size > 1 else ():
-            lower = line.index - (line.index - parity) % 2
-            paired = lower >= 0 and lower + 1 < line.size
-            axis = self._line("pp", line.ranks[lower : lower + 2] if paired else ())
-            if paired:
-                ends = (lower, lower + 1)[::direction]
-                links[ends[0], ends[1]] = Link(line.ranks[lower + (lower == line.index)], axis)
-        return links
+    def _link(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Makes a channel for each direction of some pairs of stages; on all ranks the same pairs."""
+        line, missing = self._axes["pp"], sorted(set(pairs) - self._linked)
+        self._linked.update(missing)
+        while missing and not self.on_paper:
+            at_once = _disjoint(missing)  # so that every rank has one group at most to make
+            missing = [pair for pair in missing if pair not in at_once]
+            mine = next((pair for pair in at_once if line.index in pair), ())
+            for direction in (1, -1):
+                axis = self._line("pp", tuple(line.ranks[stage] for stage in mine))
+                if mine:
+                    source, target = mine[::direction]
+                    peer = target if line.index == source else source
+                    self._links[source, target] = Link(line.ranks[peer], axis)
+
+
+def _disjoint(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Pairs without a common member, as they come."""
+    found, seen = [], set[int]()
+    for pair in pairs:
+        if seen.isdisjoint(pair):
+            found.append(pair)
+            seen.update(pair)
+    return found

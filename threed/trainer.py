@@ -16,17 +16,21 @@ from typing import Any
 
 import torch
 
-from threed import collectives, ending
+from threed import collectives, final_report
 from threed.arguments import to_toml
+from threed.batches import Batch
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf import export_hf
 from threed.checkpoint.retention import Retention, after_restart, candidates, job_name
 from threed.config import Config
 from threed.data import Data, Prefetcher
+from threed.device import name as device_name
+from threed.device import peak_bytes
 from threed.engine import Engine, StepMetrics
+from threed.footprint import measuring
 from threed.forecast import Forecast
 from threed.monitor import Heartbeat, Monitor, Throughput, process
-from threed.monitor.heartbeat import slowest
+from threed.monitor.heartbeat import culprit
 from threed.schedules import Action, span_and_bubble
 
 GIB = 2**30
@@ -40,21 +44,22 @@ def resuming_flags(config: Config) -> list[str]:
 class Trainer:
     """Trains an engine on data as its configuration says.
 
-    command: the command line, for the hint how to resume.
+    command: the command line, for the hint how to resume. forecast: by default rank 0 makes it; others need none.
     """
 
-    def __init__(self, engine: Engine, data: Data, command: list[str]) -> None:
+    def __init__(self, engine: Engine, data: Data, command: list[str], forecast: Forecast | None = None) -> None:
         self.engine, self.data, self.command = engine, data, command
         self.config, self.topology = engine.config, engine.topology
         self.world = self.topology.axis("world")
         self.main = self.topology.rank == 0
         self.folder = Path(self.config.run.dir or "runs")
-        self.forecast = Forecast.of(self.config, self.topology.world)
+        self.forecast = (forecast or Forecast.of(self.config, self.topology.world)) if self.main else None
         self.heartbeat = Heartbeat(self.folder / "heartbeat", self.topology.rank)
         self.retention = Retention(self.folder, self.config.checkpoint.keep, self.world)
         self.last_saved = -1
         self.saving_s = 0.0
         self.spans: list[Any] = []
+        self.peak = self.weighed = 0  # the most bytes of tensors in a step, and which step that was
         self.profiler: torch.profiler.profile | None = None
 
     def run(self) -> None:
@@ -67,8 +72,7 @@ class Trainer:
         writes = self.engine.steps < last or self.engine.steps != self.last_saved  # else it only looks at what is there
         aside = self.retention.set_aside(extra.get("path"), self.engine.steps) if writes else ""
         with self._monitor(extra, writes) as self.monitor:
-            self._greet(aside)
-            self.baseline = self._baseline()
+            self._log_header(aside)
             self._loop(last)
             if self.profiler is not None:
                 self._end_profile(self.profiler)
@@ -83,7 +87,8 @@ class Trainer:
                     self._one_step(batches)
         except Exception:
             # When ranks lose each other, who is behind says more than whose call failed first.
-            self.monitor.note(f"failed; behind: {slowest(self.folder / 'heartbeat', self.topology.world)}")
+            if behind := culprit(self.folder / "heartbeat", self.topology.rank, self.topology.world):
+                (self.monitor.note if self.main else print)(f"failed; behind: {behind}")
             raise
 
     # ---------------------------------------------------------------------------------------------------- beginning
@@ -118,23 +123,16 @@ class Trainer:
             config={**self.config.model_dump(mode="json"), "data_sha256": self.data.sha256},
         )  # fmt: skip
 
-    def _baseline(self) -> int:
-        """Memory of this process that is not the model's: what it has now, parameters aside. The peak counts anew."""
-        if self.topology.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.topology.device)
-            return 0
-        process.reset_peak_rss()
-        return process.peak_rss_bytes() - self.engine.layout.nbytes
-
-    def _greet(self, aside: str) -> None:
+    def _log_header(self, aside: str) -> None:
         """Says what is about to happen, and keeps the configuration; `aside`: the checkpoints that were set aside."""
         device = self.topology.device
         self.meter = Throughput(
-            self.forecast.flops_per_token, self.topology.world,
-            torch.cuda.get_device_name(device) if device.type == "cuda" else None, self.config.precision.dtype,
+            0.0 if self.forecast is None else self.forecast.flops_per_token, self.topology.world,
+            device_name(device), self.config.precision.dtype,
         )  # fmt: skip
         note = self.monitor.note
-        for line in (self.data.notice, f"data       {self.data.description}", self.forecast.text()):
+        text = "" if self.forecast is None else self.forecast.text()
+        for line in (self.data.notice, f"data       {self.data.description}", text):
             if line:
                 note(line)
         for problem in self.extra.get("problems", ()):
@@ -172,7 +170,7 @@ class Trainer:
         if logged:
             self.engine.record()
         self._profile(step)
-        metrics = self.engine.step(batch)
+        metrics = self._step(step, batch)
         loss = metrics.loss if logged else None  # reading it waits for the device, so only where it is told
         # Saving counts with the step after it: a checkpoint is written once the step's line is, or a crash between
         # the two would lose the line for good.
@@ -186,12 +184,23 @@ class Trainer:
             self.monitor.advance(step)
         self.saving_s = self._save_if_due(step)
 
+    def _step(self, step: int, batch: Batch) -> StepMetrics:
+        """A step; the second one, or the only one, is looked at for the memory it takes."""
+        if step != min(self.begun_step + 2, self.last):
+            return self.engine.step(batch)
+        engine, self.weighed = self.engine, step
+        with measuring(engine.layout, engine.optimizer.states, self.topology.device) as peak:
+            metrics = engine.step(batch)
+            engine.optimizer.settle()
+        self.peak = peak()
+        return metrics
+
     def _row(self, metrics: StepMetrics, loss: float) -> dict[str, float]:
         """Everything that is logged of a step. Collective: traffic and memory come from all ranks."""
         self.spans = self._all_spans()
         traffic = dict(self.topology.traffic)
         self.topology.traffic.clear()
-        mine = {"traffic": traffic, "rss": process.peak_rss_bytes(), "alloc": _allocated(self.topology.device)}
+        mine = {"traffic": traffic, "rss": process.peak_rss_bytes(), "alloc": peak_bytes(self.topology.device)}
         everyone = collectives.exchange(mine, self.world)
         row: dict[str, float] = {
             "train/loss": loss,
@@ -208,7 +217,7 @@ class Trainer:
             row["mem/peak_alloc_gib"] = max(rank["alloc"] for rank in everyone) / GIB
         for axis in ("tp", "pp", "dp", "cp"):
             row[f"comm/{axis}_gib"] = sum(rank["traffic"].get(axis, 0) for rank in everyone) / GIB
-        if self.topology.pp > 1:
+        if self.topology.pp > 1 and self.forecast is not None:
             row["pp/bubble_measured"] = span_and_bubble(self.spans)[1]
             row["pp/bubble_ideal"] = self.forecast.bubble
         return row
@@ -291,12 +300,14 @@ class Trainer:
         """Text, pictures, export, and where it all is."""
         note, count = self.monitor.note, self.config.train.sample_tokens
         self.heartbeat.beat(self.engine.steps, "end")
-        peak = process.peak_rss_bytes() if self.topology.device.type == "cpu" else _allocated(self.topology.device)
-        memory = ending.memory_rows(self.engine, self.forecast, self.baseline, peak)
-        text = ending.sample_text(self.engine, self.data, count) if count else ""
-        if not self.main:
+        peaks = collectives.exchange(self.peak, self.world)
+        text = final_report.sample_text(self.engine, self.data, count) if count else ""
+        if self.forecast is None:
             return
-        made = [("figures", path) for path in ending.draw(self.folder, self.data, self.forecast, self.spans, memory)]
+        memory = final_report.memory_rows(self.forecast, peaks, self.weighed) if any(peaks) else []
+        made = [
+            ("figures", path) for path in final_report.draw(self.folder, self.data, self.forecast, self.spans, memory)
+        ]
         made += [("metrics", self.folder / "metrics.jsonl"), ("checkpoint", self.checkpoint(self.last_saved))]
         if self.config.checkpoint.export_hf:
             made.append(("export", export_hf(made[-1][1], self.folder / "hf", self.data.tokenizer)))
@@ -310,7 +321,3 @@ class Trainer:
         """What to type to train on."""
         ranks = f"--standalone --nproc-per-node {self.topology.world}"
         return f"torchrun {ranks} {shlex.join([*self.command, *resuming_flags(self.config)])}"
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -32,7 +32,7 @@ def _boolean(value: object) -> object:
 
 
 def _word_or(word: str, number: type[int] | type[float]) -> BeforeValidator:
-    """Accept `word`, or a positive number."""
+    """Accepts `word`, or a positive number."""
 
     def validate(value: object) -> object:
         if value == word:

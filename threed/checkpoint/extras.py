@@ -18,6 +18,7 @@ from torch import Tensor
 
 from threed.buffers import Buffers, bytes_of, dtype_name
 from threed.checkpoint.fit import listed
+from threed.device import rng_states, set_rng_states
 from threed.topology import Topology
 
 
@@ -45,7 +46,7 @@ class Extras:
     def entries(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What the manifest says of this rank's share, and the share itself: uint8 [n] by key."""
         owned = self.buffers.owned()
-        states = generator_states(self.topology.device) if self.generators else {}
+        states = rng_states(self.topology.device) if self.generators else {}
         about = {
             "buffers": [[name, dtype_name(value), list(value.shape)] for name, value in owned.items()],
             "generators": list(states),
@@ -58,10 +59,8 @@ class Extras:
         if not self.generators:
             return
         device, rank = self.topology.device, self.topology.rank
-        if same and set(saved) >= set(generator_states(device)):
-            torch.set_rng_state(saved["cpu"])
-            if device.type == "cuda":
-                torch.cuda.set_rng_state(saved["cuda"], device)
+        if same and set(saved) >= set(rng_states(device)):
+            set_rng_states(saved, device)
             return
         digest = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
@@ -71,9 +70,3 @@ class Extras:
                 " other masks than where it was saved",
                 stacklevel=5,
             )
-
-
-def generator_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of the generators that a module on this device draws from, uint8 [n] each."""
-    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    return {"cpu": torch.get_rng_state(), **cuda}

@@ -7,11 +7,9 @@ Read with the library.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,11 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from threed.atomic import building_place, sync
+
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.uint8: "U8",
 }  # fmt: skip
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux's fcntl.h and linux/fs.h
 
 
 class CheckpointError(RuntimeError):
@@ -45,8 +44,7 @@ def stream_tensors(
         for part in _parts(about, tensors, metadata or {}):
             digest.update(part)
             file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path)
     return digest.hexdigest()
 
 
@@ -73,51 +71,18 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a small file, flushed to the disk."""
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
+    """Makes the empty folder that `path` is built in, and returns it. `mark`: a file that every folder of its kind has.
 
-
-def sync(path: Path) -> None:
-    """Flushes a file, or a folder's list of names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def building_place(path: Path) -> Path:
-    """Where the folder `path` is built before it gets its name: beside it, so that a rename is enough."""
-    return path.with_name(path.name + ".tmp")
-
-
-def publish(building: Path, path: Path) -> None:
-    """Gives a finished folder its name, durably; a folder that has it already is replaced. OSError when it cannot.
-
-    Where the system can swap two names in one step, `path` is a whole folder at every moment.
+    Raises CheckpointError where `path` is something of another kind, or the disk has not `nbytes` free.
     """
-    sync(building)
-    if not path.exists():
-        building.rename(path)
-    elif _swap(building, path):
-        shutil.rmtree(building, ignore_errors=True)
-    else:
-        old = path.with_name(path.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-        building.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
-    sync(path.parent)
-
-
-def _swap(a: Path, b: Path) -> bool:
-    """Exchanges two names by Linux's renameat2(2); False where there is no such call, or not on this file system."""
-    call = getattr(ctypes.CDLL(None), "renameat2", None)
-    return call is not None and call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
+    if path.exists() and not (path / mark).is_file() and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(f"{path} exists and is no {kind}: it stays as it is; choose another name")
+    building = building_place(path)
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    check_space(building, nbytes)
+    return building
 
 
 def check_space(folder: Path, needed: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from threed import collectives
 from threed.buffers import Buffers
-from threed.sharding import Box, Piece
+from threed.sharding import Box, Piece, slices
 from threed.topology import Topology
 from threed.zero import records
 from threed.zero.optimizer import Optimizer
@@ -85,7 +85,7 @@ def take_full(optimizer: Optimizer, buffers: Buffers, topology: Topology, given:
             raise ValueError(f"{name}: shape {tuple(given[name].shape)}, the model has {shape}")
 
     def source(part: str, piece: Piece, box: Box) -> Tensor:
-        return given[piece.name][tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
+        return given[piece.name][slices(box.start, box.size)]
 
     records.fill(optimizer, source, (records.WEIGHT,))
     buffers.restore(set(given) & set(here.buffers), given.__getitem__)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -24,15 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from threed.atomic import building_place, publish, write_text
 from threed.checkpoint import native
-from threed.checkpoint.files import (
-    CheckpointError,
-    building_place,
-    check_space,
-    publish,
-    stream_tensors,
-    write_text,
-)
+from threed.checkpoint.files import CheckpointError, begin, stream_tensors
+from threed.checks import export_limits
 from threed.config import Config, ModelConfig, resolve
 from threed.data.tokenizer import Tokenizer
 from threed.precision import DTYPES
@@ -71,19 +66,15 @@ def _one(hf: str, ours: str, shape: str, needs: str = "") -> Rule:
 
 
 _H, _L, _B = "transformer.h.{i}", "model.layers.{i}", "blocks.{i}"
+_A = f"{_B}.attention"
 
 GPT2_RULES = (
     _one("transformer.wte.weight", "embedding.word.weight", "v h"),
     _one("transformer.wpe.weight", "embedding.position.weight", "s h"),
     _one(f"{_H}.ln_1.weight", f"{_B}.attention_norm.weight", "h"),
     _one(f"{_H}.ln_1.bias", f"{_B}.attention_norm.bias", "h"),
-    *_linear(
-        f"{_H}.attn.c_attn",
-        {f"{_B}.attention.query": "ad", f"{_B}.attention.key": "kd", f"{_B}.attention.value": "kd"},
-        "h",
-        conv1d=True,
-    ),
-    *_linear(f"{_H}.attn.c_proj", {f"{_B}.attention.out": "h"}, "ad", conv1d=True),
+    *_linear(f"{_H}.attn.c_attn", {f"{_A}.query": "ad", f"{_A}.key": "kd", f"{_A}.value": "kd"}, "h", conv1d=True),
+    *_linear(f"{_H}.attn.c_proj", {f"{_A}.out": "h"}, "ad", conv1d=True),
     _one(f"{_H}.ln_2.weight", f"{_B}.mlp_norm.weight", "h"),
     _one(f"{_H}.ln_2.bias", f"{_B}.mlp_norm.bias", "h"),
     *_linear(f"{_H}.mlp.c_fc", {f"{_B}.mlp.up": "f"}, "h", conv1d=True),
@@ -96,14 +87,14 @@ GPT2_RULES = (
 LLAMA_RULES = (
     _one("model.embed_tokens.weight", "embedding.word.weight", "v h"),
     _one(f"{_L}.input_layernorm.weight", f"{_B}.attention_norm.weight", "h"),
-    *_linear(f"{_L}.self_attn.q_proj", {f"{_B}.attention.query": "ad"}, "h"),
-    *_linear(f"{_L}.self_attn.k_proj", {f"{_B}.attention.key": "kd"}, "h"),
-    *_linear(f"{_L}.self_attn.v_proj", {f"{_B}.attention.value": "kd"}, "h"),
-    *_linear(f"{_L}.self_attn.o_proj", {f"{_B}.attention.out": "h"}, "ad"),
-    _one(f"{_L}.self_attn.q_norm.weight", f"{_B}.attention.query_norm.weight", "d", "qk_norm"),
-    _one(f"{_L}.self_attn.k_norm.weight", f"{_B}.attention.key_norm.weight", "d", "qk_norm"),
+    *_linear(f"{_L}.self_attn.q_proj", {f"{_A}.query": "ad"}, "h"),
+    *_linear(f"{_L}.self_attn.k_proj", {f"{_A}.key": "kd"}, "h"),
+    *_linear(f"{_L}.self_attn.v_proj", {f"{_A}.value": "kd"}, "h"),
+    *_linear(f"{_L}.self_attn.o_proj", {f"{_A}.out": "h"}, "ad"),
+    _one(f"{_L}.self_attn.q_norm.weight", f"{_A}.query_norm.weight", "d", "qk_norm"),
+    _one(f"{_L}.self_attn.k_norm.weight", f"{_A}.key_norm.weight", "d", "qk_norm"),
     _one(f"{_L}.post_attention_layernorm.weight", f"{_B}.mlp_norm.weight", "h"),
-    *_linear(f"{_L}.mlp.gate_proj", {f"{_B}.mlp.gate": "f"}, "h"),
+    *_linear(f"{_L}.mlp.gate_proj", {f"{_B}.mlp.tile_gatherer": "f"}, "h"),
     *_linear(f"{_L}.mlp.up_proj", {f"{_B}.mlp.up": "f"}, "h"),
     *_linear(f"{_L}.mlp.down_proj", {f"{_B}.mlp.down": "h"}, "f"),
     _one("model.norm.weight", "head.norm.weight", "h"),
@@ -136,33 +127,18 @@ def _llama_config(m: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _gpt2_lacks(m: ModelConfig) -> Iterator[str]:
-    if m.kv_heads != m.heads:
-        yield f"{m.kv_heads} key/value heads for {m.heads} heads"
-    if _letters(m)["d"] * m.heads != m.hidden:
-        yield f"{m.heads} heads of size {m.head_dim} for width {m.hidden}"
-
-
-def _llama_lacks(m: ModelConfig) -> Iterator[str]:
-    if m.qk_norm and m.bias:
-        yield "biases in the MLP of a model with norms on queries and keys"
-    if not m.qk_norm and m.hidden % m.heads:
-        yield f"a width ({m.hidden}) that is no multiple of the number of heads ({m.heads})"
-
-
 @dataclass(frozen=True)
 class Architecture:
-    """A layout: its rules, its configuration, and what models of ours it cannot express."""
+    """A layout: its rules and its configuration."""
 
     name: str
     rules: tuple[Rule, ...]
     config: Callable[[ModelConfig], dict[str, Any]]
-    lacks: Callable[[ModelConfig], Iterator[str]]
 
 
 ARCHITECTURES = {
-    "gpt": Architecture("GPT-2", GPT2_RULES, _gpt2_config, _gpt2_lacks),
-    "llama": Architecture("Llama and Qwen3", LLAMA_RULES, _llama_config, _llama_lacks),
+    "gpt": Architecture("GPT-2", GPT2_RULES, _gpt2_config),
+    "llama": Architecture("Llama and Qwen3", LLAMA_RULES, _llama_config),
 }
 
 
@@ -208,9 +184,8 @@ def entries(model: ModelConfig) -> list[Entry]:
     """Every tensor of the Hugging Face layout of a model, block by block; CheckpointError where it has no layout."""
     model = _resolved(model)
     kind = ARCHITECTURES[model.arch]
-    lacks = list(kind.lacks(model))
-    if lacks:
-        raise CheckpointError(f"the Hugging Face layout of {kind.name} cannot express {'; nor '.join(lacks)}")
+    if limits := list(export_limits(model)):
+        raise CheckpointError(f"the Hugging Face layout of {kind.name} cannot express {'; nor '.join(limits)}")
     has = {"": True, "bias": bool(model.bias), "untied": not model.tied, "qk_norm": model.qk_norm}
     letters = _letters(model)
     out = []
@@ -275,13 +250,9 @@ def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
 
 
 def export_hf(
-    checkpoint: Path,
-    out: Path,
-    tokenizer: Tokenizer | None = None,
-    dtype: str | None = None,
-    *,
+    checkpoint: Path, out: Path, tokenizer: Tokenizer | None = None, dtype: str | None = None, *,
     shard_bytes: int = SHARD_BYTES,
-) -> Path:
+) -> Path:  # fmt: skip
     """Writes a native checkpoint as a folder that `transformers` loads, whole or not at all; no process group needed.
 
     dtype: fp32, bf16, fp16 or fp64; None: as the checkpoint has its weights (masters). An earlier export at `out` is
@@ -297,13 +268,10 @@ def export_hf(
     beside = {name: shape for name, (*_, shape) in reader.buffers.items()}  # the layouts have none
     _check_names({**reader.shapes, **beside}, our_shapes(table), str(checkpoint))
     _check_tokenizer(tokenizer, model)
-    _check_place(out)
     to = _dtype(dtype, reader)
-    building = building_place(out)
+    building, nbytes = building_place(out), sum(math.prod(entry.shape) for entry in table) * to.itemsize
     try:
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
-        check_space(building, sum(math.prod(entry.shape) for entry in table) * to.itemsize)
+        begin(out, "config.json", "Hugging Face folder", nbytes)
         _write_weights(building, table, reader, to, shard_bytes)
         _write_configs(building, model, to, tokenizer)
         publish(building, out)
@@ -320,11 +288,6 @@ def _check_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> None:
             f"the model has {model.vocab} tokens and tokenizer {tokenizer.name} has {tokenizer.vocab_size}:"
             " give the tokenizer that the model was trained with"
         )
-
-
-def _check_place(out: Path) -> None:
-    if out.exists() and not (out / "config.json").is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is no Hugging Face folder: it stays as it is; choose another name")
 
 
 def _dtype(name: str | None, reader: native.Reader) -> torch.dtype:

@@ -24,20 +24,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from threed import collectives
+from threed.atomic import building_place, publish, write_text
 from threed.buffers import of_bytes
 from threed.checkpoint import fit
 from threed.checkpoint.extras import Extras
-from threed.checkpoint.files import (
-    CheckpointError,
-    building_place,
-    check_space,
-    publish,
-    sha256,
-    stream_tensors,
-    write_text,
-)
+from threed.checkpoint.files import CheckpointError, begin, sha256, stream_tensors
 from threed.config import Config
-from threed.sharding import Box, Piece, intersect
+from threed.sharding import Box, Piece, intersect, slices
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import WEIGHT, Record, fill, read, records
@@ -62,7 +55,7 @@ def save(
     beside = extras.entries()
     nbytes = sum(record.nbytes for record in mine) + sum(tensor.nbytes for tensor in beside[1].values())
     sizes = collectives.exchange(nbytes, everyone)
-    problem = _prepare(building, path, sum(sizes)) if everyone.index == 0 else None
+    problem = _prepare(path, sum(sizes)) if everyone.index == 0 else None
     _agree(collectives.exchange(problem, everyone), building, everyone)
     entry = _write_mine(building, everyone.index, optimizer, mine, *beside)
     entries = collectives.exchange(entry, everyone)
@@ -76,13 +69,9 @@ def save(
     return path
 
 
-def _prepare(building: Path, path: Path, needed: int) -> str | None:
+def _prepare(path: Path, needed: int) -> str | None:
     try:
-        if path.exists() and not (path / MANIFEST).is_file() and not (path.is_dir() and not any(path.iterdir())):
-            return f"{path} exists and is no checkpoint: it stays as it is; save under another name"
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
-        check_space(building, needed)
+        begin(path, MANIFEST, "checkpoint", needed)
     except (OSError, CheckpointError) as error:
         return str(error)
     return None
@@ -223,9 +212,9 @@ class Reader:
             raise CheckpointError(problem)
         out = None
         for file, key, saved_start, common in self._meeting(part, name, start, size):
-            values = self._handles[file].get_slice(key)[_slices(common, saved_start)]
+            values = self._handles[file].get_slice(key)[slices(*common, saved_start)]
             out = values.new_empty(size) if out is None else out
-            out[_slices(common, start)] = values
+            out[slices(*common, start)] = values
         return cast(Tensor, out)
 
     def gap(self, part: str, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> str | None:
@@ -259,10 +248,6 @@ class Reader:
         return {n: self._handles[file].get_tensor(f"generator/{n}").clone() for n in self._generators.get(file, ())}
 
 
-def _slices(common: Part, origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a - o, a - o + n) for a, n, o in zip(common[0], common[1], origin, strict=True))
-
-
 def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras) -> dict[str, Any]:
     """Fills the optimizer and the buffers from a checkpoint of any topology; gives back its counters. Collective.
 
@@ -272,7 +257,9 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     manifest: dict[str, Any] = {}
     try:
         manifest = read_manifest(path)
-        problems = model_differences(manifest, config) or optimizer_differences(manifest, config, optimizer.rule.parts)
+        problems = model_differences(manifest, config) or optimizer_differences(
+            manifest, config, optimizer.rule.state_names
+        )
         problems = problems or verify(path, manifest, everyone.index, everyone.size)
     except CheckpointError as error:
         problems = [str(error)]
@@ -282,7 +269,7 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     other = "; ".join(_differences(reader, here, old))
     fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict by hand"
     _refuse([f"{path} is another model's: {other}: {fix}"] if other else [], everyone)
-    fresh = {name for name in here.trained if reader.parts[name] == {WEIGHT}} if optimizer.rule.parts else set()
+    fresh = {name for name in here.trained if reader.parts[name] == {WEIGHT}} if optimizer.rule.state_names else set()
     wanted = (r for r in records(optimizer) if r.part == WEIGHT or r.piece.name not in fresh)
     gaps = (reader.gap(r.part, r.piece.name, r.box.start, r.box.size) for r in wanted)
     _refuse([f"{path}: {gap}" for gap in gaps if gap][:10], everyone)  # before anything is overwritten
@@ -387,5 +374,5 @@ def _place(values: Tensor, boxes: Sequence[Any], full: dict[str, Tensor]) -> Non
     for name, shape, start, size in boxes:
         n = math.prod(size)
         target = full.setdefault(name, values.new_empty(shape))
-        target[tuple(slice(a, a + m) for a, m in zip(start, size, strict=True))] = values[at : at + n].view(size)
+        target[slices(start, size)] = values[at : at + n].view(size)
         at += n

@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from threed import collectives
+from threed.atomic import sync
 from threed.checkpoint import native
-from threed.checkpoint.files import CheckpointError, sync
+from threed.checkpoint.files import CheckpointError
 from threed.topology import Axis
 
 

@@ -16,15 +16,6 @@ from threed.data.samples import Samples
 from threed.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerJson, load_tokenizer
 
 __all__ = [
-    "ByteTokenizer",
-    "Data",
-    "Prefetcher",
-    "Samples",
-    "TokenizeSummary",
-    "Tokenizer",
-    "TokenizerJson",
-    "find_problems",
-    "load_tokenizer",
-    "open_data",
-    "tokenize_to_megatron",
-]
+    "ByteTokenizer", "Data", "Prefetcher", "Samples", "TokenizeSummary", "Tokenizer", "TokenizerJson",
+    "find_problems", "load_tokenizer", "open_data", "tokenize_to_megatron",
+]  # fmt: skip

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from threed.checkpoint.files import sync
+from threed.atomic import sync
 
 ABANDONED_S = 86400.0
 
@@ -39,7 +39,7 @@ class Entry:
 
 
 def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
-    """Give a writable cache folder and a notice, empty unless it had to be another than the wanted one.
+    """Returns a writable cache folder and a notice, empty unless it had to be another than the wanted one.
 
     Wanted is the argument, else $THREED_CACHE, else ~/.cache/threed; the fallback lies in the temporary folder.
     """
@@ -55,7 +55,7 @@ def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
 
 
 def _private_temporary_folder() -> Path:
-    """Give this user's folder in the temporary folder, or a new one if somebody else has taken that name."""
+    """Returns this user's folder in the temporary folder, or a new one if somebody else has taken that name."""
     folder = Path(tempfile.gettempdir()) / f"threed-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -66,7 +66,7 @@ def _private_temporary_folder() -> Path:
 
 
 def build_once(folder: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> Entry:
-    """Give the entry `name`, building it if it is not there or is damaged.
+    """Returns the entry `name`, building it if it is not there or is damaged.
 
     Raises what `build` raises; a full disk as OSError that names the folder.
     """
@@ -105,14 +105,14 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _scratch(folder: Path, name: str) -> Path:
-    """Make a folder with a name of its own; unlike tempfile's, others may read it as far as the umask lets them."""
+    """Makes a folder with a name of its own; unlike tempfile's, others may read it as far as the umask lets them."""
     path = folder / f"{name}.building-{secrets.token_hex(8)}"
     path.mkdir()
     return path
 
 
 def _read(folder: Path) -> Entry | None:
-    """Give the entry in `folder` if it is whole: every file has the size that was written."""
+    """Returns the entry in `folder` if it is whole: every file has the size that was written."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in meta["sizes"]}
@@ -130,7 +130,7 @@ def _fill(scratch: Path, build: Callable[[Path], dict[str, Any]]) -> None:
 
 
 def _publish(scratch: Path, folder: Path) -> Entry:
-    """Rename `scratch` to `folder`, unless another process was first; give what is there then."""
+    """Renames `scratch` to `folder`, unless another process was first; returns what is there then."""
     for _ in range(2):
         try:
             scratch.rename(folder)
@@ -150,7 +150,7 @@ def _publish(scratch: Path, folder: Path) -> Entry:
 
 
 def _remove_abandoned(folder: Path, name: str) -> None:
-    """Remove scratch folders that killed builders of this entry left more than a day ago."""
+    """Removes scratch folders that killed builders of this entry left more than a day ago."""
     for path in folder.glob(f"{name}.building-*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > ABANDONED_S:

@@ -58,12 +58,12 @@ class Data:
         return math.log(self.vocab)
 
     def bits_per_byte(self, loss: float) -> float:
-        """Turn a validation loss in nats a token into bits a byte of text."""
+        """Turns a validation loss in nats a token into bits a byte of text."""
         return loss / math.log(2) / self.bytes_per_token
 
 
 def open_data(path: str | None, tokenizer: str, split: float, seq: int, seed: int, cache: Path | None = None) -> Data:
-    """Open the data at `path` (None: the default corpus) as samples of `seq` tokens, shuffled by `seed` for training.
+    """Opens the data at `path` (None: the default corpus) as samples of `seq` tokens, shuffled by `seed` for training.
 
     `tokenizer`: "bytes" or the path of a tokenizer.json. `split`: the fraction for validation, the end of the tokens;
     of the default corpus, files chosen by a hash of their path. `cache`: see `cache_folder`.
@@ -94,7 +94,7 @@ def open_data(path: str | None, tokenizer: str, split: float, seq: int, seed: in
 
 
 def find_problems(path: str | None, tokenizer: str, split: float) -> list[str]:
-    """Check what can be checked without reading the data through: a line for each problem, with its fix."""
+    """Checks what can be checked without reading the data through: a line for each problem, with its fix."""
     checks: list[Callable[[], object]] = [
         lambda: _check_split(split),
         lambda: load_tokenizer(tokenizer),
@@ -127,10 +127,8 @@ def _check_split(split: float) -> None:
 
 
 def _check_path(path: str | None) -> None:
-    if path is None:
-        return
-    where = Path(path).expanduser()
-    if is_megatron(where):
+    where = None if path is None else Path(path).expanduser()
+    if where and is_megatron(where):
         open_tokens(where)
         return
     for file in _find(where).files:
@@ -164,21 +162,18 @@ def _text_sha256(source: TextSource, folder: Path) -> str:
     def read(_: Path) -> dict[str, Any]:
         return {"sha256": source.sha256()}
 
-    on_disk = any(file.path for file in source.files)
-    stamp, newest = source.stamp()
-    record = _known(folder, stamp, newest, read) if on_disk else read(folder)
-    return str(record["sha256"])
+    return str(_known(folder, *source.stamp(), read)["sha256"])
 
 
 def _known(folder: Path, stamp: str, newest: float, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Give what `read` finds in files, from the cache if the file system shows them unchanged since."""
+    """Returns what `read` finds in files, from the cache if the file system shows them unchanged since."""
     if time.time() - newest < FRESH_S:
         return read(folder)
     return build_once(folder, f"files-{_key(stamp)}", read).record
 
 
 def _tokenize(source: TextSource, tokenizer: Tokenizer, split: float, scratch: Path) -> dict[str, Any]:
-    """Write tokens.bin, the validation tokens last."""
+    """Writes tokens.bin, the validation tokens last."""
     before = source.stamp()
     groups = _by_path(source.files, split) if source.split_by == "path" else [source.files]
     with (scratch / "tokens.bin").open("wb") as out:
@@ -193,7 +188,7 @@ def _tokenize(source: TextSource, tokenizer: Tokenizer, split: float, scratch: P
 
 
 def _by_path(files: tuple[TextFile, ...], split: float) -> list[tuple[TextFile, ...]]:
-    """Give the training and the validation files.
+    """Returns the training and the validation files.
 
     The hash of its name decides a file's side, except that a file larger than the whole validation share trains: in
     Python 3.11, one file of help texts would else be 62 % of what a model of source code is judged by.
@@ -204,7 +199,7 @@ def _by_path(files: tuple[TextFile, ...], split: float) -> list[tuple[TextFile, 
 
 
 def _fraction(name: str) -> float:
-    """Map a name to [0, 1) by its sha256."""
+    """Maps a name to [0, 1) by its sha256."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest()[:6], "big") / 2**48
 
 

@@ -18,7 +18,7 @@ GROUP_BYTES = 4 << 20
 
 
 def encode(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Tokens, bool]]:
-    """Give each piece's tokens, the end of text included where a document ends, and whether one ends there."""
+    """Returns each piece's tokens, the end of text included where a document ends, and whether one ends there."""
     group: list[Piece] = []
     held = 0
     for piece in pieces:

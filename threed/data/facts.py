@@ -28,26 +28,26 @@ class Facts:
 
 
 def measure(tokens: Tokens, tokenizer: Tokenizer) -> Facts:
-    """Measure the first `MEASURED_TOKENS` tokens (at least one) of a validation split."""
+    """Measures the first `MEASURED_TOKENS` tokens (at least one) of a validation split."""
     part = tokens[:MEASURED_TOKENS]
     return Facts(entropy(np.bincount(part)), tokenizer.count_bytes(part) / len(part))
 
 
 def entropy(counts: Tokens) -> float:
-    """Give the entropy, in nats, of the frequencies that `counts` stand for: log n - (sum of c log c) / n."""
+    """Returns the entropy, in nats, of the frequencies that `counts` stand for: log n - (sum of c log c) / n."""
     seen = counts[counts > 0].astype(np.float64)
     total = seen.sum()
     return max(0.0, math.log(total) - float((seen * np.log(seen)).sum()) / float(total))
 
 
 def id_range(tokens: Tokens) -> tuple[int, int]:
-    """Give the smallest and the largest id."""
+    """Returns the smallest and the largest id."""
     ranges = [(int(block.min()), int(block.max())) for _, block in _blocks(tokens)]
     return min(low for low, _ in ranges), max(high for _, high in ranges)
 
 
 def first_outside(tokens: Tokens, vocab: int) -> int | None:
-    """Give the offset of the first id that is negative or not below `vocab`."""
+    """Returns the offset of the first id that is negative or not below `vocab`."""
     for start, block in _blocks(tokens):
         outside = (block < 0) | (block >= vocab)
         if outside.any():

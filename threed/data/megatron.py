@@ -11,12 +11,9 @@ last the number of sequences.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-import secrets
 import struct
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from threed.checkpoint.files import sync
+from threed.atomic import building
 from threed.data.encode import encode
 from threed.data.sources import find_text
 from threed.data.tokenizer import Tokenizer, Tokens, token_dtype
@@ -57,7 +54,7 @@ class TokenizeSummary:
 
 
 def pair_of(path: Path) -> tuple[Path, Path]:
-    """Give (.bin, .idx) of a pair named by its prefix or by either file."""
+    """Returns (.bin, .idx) of a pair named by its prefix or by either file."""
     prefix = str(path)
     if prefix.endswith((".bin", ".idx")):
         prefix = prefix[:-4]
@@ -65,12 +62,12 @@ def pair_of(path: Path) -> tuple[Path, Path]:
 
 
 def is_megatron(path: Path) -> bool:
-    """Say whether `path` names a pair: ends in .bin or .idx, or is the prefix of a file that does."""
+    """Returns whether `path` names a pair: ends in .bin or .idx, or is the prefix of a file that does."""
     return path.name.endswith((".bin", ".idx")) or (not path.exists() and any(p.exists() for p in pair_of(path)))
 
 
 def read_index(path: Path) -> MegatronIndex:
-    """Read an .idx, memory-mapped. Raises ValueError, saying what is wrong, when it is no sound index of tokens."""
+    """Reads an .idx, memory-mapped. Raises ValueError, saying what is wrong, when it is no sound index of tokens."""
     size = path.stat().st_size
     head = len(MAGIC) + HEADER.size
     with path.open("rb") as file:
@@ -95,7 +92,7 @@ def read_index(path: Path) -> MegatronIndex:
 
 
 def open_tokens(path: Path) -> Tokens:
-    """Memory-map all tokens of the pair at `path` (prefix or either file) as one flat run, in the file's dtype.
+    """Memory-maps all tokens of the pair at `path` (prefix or either file) as one flat run, in the file's dtype.
 
     Raises ValueError, saying what to do, when a file is missing, they do not fit together, or sequences are not stored
     one after the other.
@@ -121,7 +118,7 @@ def open_tokens(path: Path) -> Tokens:
 
 
 def tokenize_to_megatron(src: Path | str, dst_prefix: Path | str, tokenizer: Tokenizer) -> TokenizeSummary:
-    """Write the text at `src` (.txt, .jsonl or a folder of them) as a pair, one sequence a document.
+    """Writes the text at `src` (.txt, .jsonl or a folder of them) as a pair, one sequence a document.
 
     Every document ends with the tokenizer's end of text.
     Streams: memory does not grow with the text (some 30 MiB with bytes, 300 with a tokenizer.json), but for 12 bytes a
@@ -133,7 +130,8 @@ def tokenize_to_megatron(src: Path | str, dst_prefix: Path | str, tokenizer: Tok
     for final in finals:
         if final.exists():
             raise ValueError(f"{final} exists. Remove it, or choose another name")
-    with _written(finals) as (data, index_file):
+    # The index comes last: a pair without it is refused, so no moment shows half a data set as a whole one.
+    with building(*finals) as (bin_path, idx_path), bin_path.open("xb") as data, idx_path.open("xb") as index_file:
         writer = MegatronWriter(data, token_dtype(tokenizer.vocab_size))
         for tokens, ends in encode(source.pieces(), tokenizer):
             writer.add(tokens)
@@ -163,19 +161,19 @@ class MegatronWriter:
         return len(self._documents) - 1
 
     def add(self, tokens: Tokens) -> None:
-        """Append tokens to the open document."""
+        """Appends tokens to the open document."""
         self._data.write(tokens.astype(self.dtype, copy=False).tobytes())
         self.tokens += len(tokens)
         while self.tokens - self._begin > self._longest:
             self._end_sequence(self._longest)
 
     def end_document(self) -> None:
-        """End the open document."""
+        """Ends the open document."""
         self._end_sequence(self.tokens - self._begin)
         self._documents.append(len(self._lengths))
 
     def write_index(self, file: BinaryIO) -> None:
-        """Write the .idx for all ended documents."""
+        """Writes the .idx for all ended documents."""
         code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
         lengths = np.frombuffer(self._lengths, np.intc)
         offsets = np.zeros(len(lengths), dtype="<i8")
@@ -189,28 +187,6 @@ class MegatronWriter:
         if length:
             self._lengths.append(length)
             self._begin += length
-
-
-@contextlib.contextmanager
-def _written(finals: tuple[Path, Path]) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open two scratch files beside `finals`; flush and rename them at the end, or remove them after an error.
-
-    The index comes last: a pair without it is refused, so no moment shows half a data set as a whole one.
-    """
-    for final in finals:
-        final.parent.mkdir(parents=True, exist_ok=True)
-    mark = secrets.token_hex(8)
-    scratch = [final.with_name(f"{final.name}.{mark}.writing") for final in finals]
-    try:
-        with scratch[0].open("xb") as data, scratch[1].open("xb") as index:
-            yield data, index
-        for path, final in zip(scratch, finals, strict=True):
-            sync(path)
-            path.rename(final)
-        sync(finals[0].parent)
-    finally:
-        for path in scratch:
-            path.unlink(missing_ok=True)
 
 
 def _dtype_of(path: Path, version: int, code: int) -> np.dtype[Any]:

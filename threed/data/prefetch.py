@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """Give `fetch(step)` for rising steps, computed up to `depth` steps ahead in one background thread.
+    """Computes `fetch(step)` for rising steps, up to `depth` steps ahead in one background thread.
 
     `fetch` must be a pure function of the step. What it raises is raised by `get` of that step, with the original
     traceback. `close` (or leaving the `with` block) waits for the fetch under way and ends the thread.
@@ -40,7 +40,7 @@ class Prefetcher(Generic[T]):
         self._thread.start()
 
     def get(self, step: int) -> T:
-        """Give `fetch(step)`, waiting for it if needed; raises what `fetch(step)` raised."""
+        """Returns `fetch(step)`, waiting for it if needed; raises what `fetch(step)` raised."""
         with self._changed:
             failed = self._upcoming is None and not self._ready
             if step != self._wanted or failed:
@@ -56,7 +56,7 @@ class Prefetcher(Generic[T]):
         return outcome
 
     def close(self) -> None:
-        """End the thread, after the fetch under way; harmless when called again."""
+        """Ends the thread, after the fetch under way; harmless when called again."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -64,7 +64,7 @@ class Prefetcher(Generic[T]):
         self._thread.join()
 
     def __enter__(self) -> Prefetcher[T]:
-        """Give the prefetcher itself."""
+        """Returns the prefetcher itself."""
         return self
 
     def __exit__(
@@ -91,7 +91,7 @@ class Prefetcher(Generic[T]):
             del outcome  # while asleep, hold no batch that the caller has dropped
 
     def _next_job(self) -> tuple[int, int] | None:
-        """Sleep until there is a step to fetch: (step, restarts); None once closed."""
+        """Sleeps until there is a step to fetch: (step, restarts); None once closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closed or (self._upcoming is not None and len(self._ready) < self._depth)

@@ -46,11 +46,11 @@ class Samples:
         self._windows = (len(tokens) - 1) // seq
 
     def __len__(self) -> int:
-        """Give the number of windows, i.e. of samples an epoch."""
+        """Returns the number of windows, i.e. of samples an epoch."""
         return self._windows
 
     def order(self, index: int) -> int:
-        """Give the window that sample `index` (>= 0) of the run reads."""
+        """Returns the window that sample `index` (>= 0) of the run reads."""
         return int(self._windows_of(np.asarray([index], dtype=np.uint64))[0])
 
     @overload
@@ -60,7 +60,7 @@ class Samples:
     def batch(self, first: Sequence[int]) -> dict[str, torch.Tensor]: ...
 
     def batch(self, first: int | Sequence[int], count: int | None = None) -> dict[str, torch.Tensor]:
-        """Give samples first … first + count - 1 of the run, or those of a sequence of indices.
+        """Returns samples first … first + count - 1 of the run, or those of a sequence of indices.
 
         Returns int64 tensors: "tokens" [b, s], "labels" [b, s] (one token further on), "samples" [b] (the indices).
         """
@@ -93,7 +93,7 @@ class Samples:
 
 
 def permute(index: Words, size: int, seed: int, epoch: int) -> Words:
-    """Map each index below `size` by a pseudorandom permutation of 0 … size - 1, keyed with (seed, epoch).
+    """Maps each index below `size` by a pseudorandom permutation of 0 … size - 1, keyed with (seed, epoch).
 
     O(1) memory: a Feistel network permutes the next power of four, and a value that falls outside walks on until it is
     inside (fewer than four steps on average). Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
@@ -112,7 +112,7 @@ def _round_keys(seed: int, epoch: int) -> Words:
 
 
 def _feistel(value: Words, half: int, keys: Words) -> Words:
-    """Permute the numbers of 2·half bits: each round adds a hash of one half to the other, which can be undone."""
+    """Permutes the numbers of 2·half bits: each round adds a hash of one half to the other, which can be undone."""
     bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = value >> bits, value & mask
     for key in keys:

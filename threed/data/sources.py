@@ -7,7 +7,6 @@ Use: `source = find_text("data/")` for a .txt, a .jsonl (key "text") or a folder
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -29,20 +28,19 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TextFile:
-    """A named file of a corpus: on disk at `path`, or in memory as `content`."""
+    """A named file of a corpus."""
 
     name: str
-    path: Path | None = None
-    content: bytes = b""
+    path: Path
 
     def open(self) -> BinaryIO:
-        """Open for reading."""
-        return self.path.open("rb") if self.path else io.BytesIO(self.content)
+        """Opens it for reading."""
+        return self.path.open("rb")
 
     @property
     def size(self) -> int:
         """Bytes."""
-        return self.path.stat().st_size if self.path else len(self.content)
+        return self.path.stat().st_size
 
 
 @dataclass(frozen=True)
@@ -64,21 +62,21 @@ class TextSource:
         return sum(file.size for file in self.files)
 
     def sha256(self) -> str:
-        """Hash every file's name and content, each preceded by its length."""
+        """Hashes every file's name and content, each preceded by its length."""
         return hash_files((file.name, file.size, file.open()) for file in self.files)
 
     def pieces(self) -> Iterator[Piece]:
-        """Give all documents, piece by piece. Raises ValueError naming file and line of a bad .jsonl line."""
+        """Returns all documents, piece by piece. Raises ValueError naming file and line of a bad .jsonl line."""
         for file in self.files:
             yield from read_pieces(file)
 
     def stamp(self) -> tuple[str, float]:
-        """Describe the files as the file system sees them, without reading; and when the newest changed (Unix time)."""
-        return stamp_files([(file.name, file.path) for file in self.files if file.path])
+        """Describes the files by what the file system says of them; and when the newest changed (Unix time)."""
+        return stamp_files([(file.name, file.path) for file in self.files])
 
 
 def find_text(path: Path) -> TextSource:
-    """Give the source at `path`: a .txt, a .jsonl or a folder of them (recursively, sorted by name).
+    """Returns the source at `path`: a .txt, a .jsonl or a folder of them (recursively, sorted by name).
 
     Raises ValueError, saying what to do, when there is nothing to read.
     """
@@ -106,12 +104,12 @@ def find_text(path: Path) -> TextSource:
 
 
 def read_pieces(file: TextFile) -> Iterator[Piece]:
-    """Give the documents of one file: the lines of a .jsonl, else the whole file. Empty documents are skipped."""
+    """Returns the documents of one file: the lines of a .jsonl, else the whole file. Empty documents are skipped."""
     return _read_jsonl(file) if file.name.endswith(".jsonl") else _read_whole(file)
 
 
 def hash_files(files: Iterable[tuple[str, int, BinaryIO]]) -> str:
-    """Give the sha256 of (name, size in bytes, open file)s, names and contents each preceded by their length."""
+    """Returns the sha256 of (name, size in bytes, open file)s, names and contents each preceded by their length."""
     digest = hashlib.sha256()
     for name, size, stream in files:
         label = name.encode("utf-8", errors="surrogateescape")
@@ -123,7 +121,7 @@ def hash_files(files: Iterable[tuple[str, int, BinaryIO]]) -> str:
 
 
 def stamp_files(files: list[tuple[str, Path]]) -> tuple[str, float]:
-    """Hash names, places, sizes and times of files: the same stamp means unchanged contents, unless just written."""
+    """Hashes names, places, sizes and times of files: the same stamp means unchanged contents, unless just written."""
     digest, newest = hashlib.sha256(), 0.0
     for name, path in files:
         seen = path.stat()
@@ -134,7 +132,7 @@ def stamp_files(files: list[tuple[str, Path]]) -> tuple[str, float]:
 
 
 def _walk(folder: Path) -> list[str]:
-    """List the files under `folder`, links followed but never in a circle, hidden names left out."""
+    """Lists the files under `folder`, links followed but never in a circle, hidden names left out."""
     names: list[str] = []
     visited: set[str] = set()
     for here, folders, files in os.walk(folder, followlinks=True):
@@ -162,7 +160,7 @@ def _read_whole(file: TextFile) -> Iterator[Piece]:
 
 
 def _cut(data: bytes) -> int:
-    """Say where to cut so that a tokenizer sees whole lines, else whole words, else whole UTF-8 characters."""
+    """Returns where to cut so that a tokenizer sees whole lines, else whole words, else whole UTF-8 characters."""
     tail = len(data) - PIECE_BYTES
     line = data.rfind(b"\n", tail, len(data) - 1)
     # The white space before a word belongs to its token, so a new piece starts with the break, not with the word.
@@ -183,7 +181,7 @@ def _read_jsonl(file: TextFile) -> Iterator[Piece]:
     with file.open() as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip(BLANK):
-                text = _text_of(line, f"{file.path or file.name}, line {number}")
+                text = _text_of(line, f"{file.path}, line {number}")
                 if text:
                     yield Piece(text.encode("utf-8", errors="replace"), ends=True)
 

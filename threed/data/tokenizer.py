@@ -46,23 +46,23 @@ class Tokenizer(Protocol):
         """Changes whenever the ids could change; keys the token cache."""
 
     def encode(self, text: str) -> list[int]:
-        """Give the ids of `text`, without any special token added."""
+        """Returns the ids of `text`, without any special token added."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Give the text of `ids`; specials are skipped, bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of `ids`; specials are skipped, bytes that are no UTF-8 become U+FFFD."""
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
-        """Give the ids of each piece of UTF-8 text, in `token_dtype(vocab_size)`."""
+        """Returns the ids of each piece of UTF-8 text, in `token_dtype(vocab_size)`."""
 
     def count_bytes(self, ids: Tokens) -> int:
-        """Count the bytes of text that `ids` stand for; specials count none."""
+        """Counts the bytes of text that `ids` stand for; specials count none."""
 
     def save_hf(self, folder: Path) -> None:
-        """Write the tokenizer files that `transformers.AutoTokenizer.from_pretrained(folder)` loads."""
+        """Writes the tokenizer files that `transformers.AutoTokenizer.from_pretrained(folder)` loads."""
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """Give the tokenizer named by `spec`: "bytes", or the path of a Hugging Face tokenizer.json.
+    """Returns the tokenizer named by `spec`: "bytes", or the path of a Hugging Face tokenizer.json.
 
     Raises ValueError, saying what to do, when there is no such file or it is no tokenizer.
     """
@@ -77,7 +77,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Give the smallest dtype, uint16 or int32 (little-endian), that holds every id below `vocab_size`."""
+    """Returns the smallest dtype, uint16 or int32 (little-endian), that holds every id below `vocab_size`."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<i4")
 
 
@@ -90,23 +90,23 @@ class ByteTokenizer:
     fingerprint = "bytes-257"
 
     def encode(self, text: str) -> list[int]:
-        """Give the UTF-8 bytes of `text`; a lone surrogate, which UTF-8 cannot say, becomes '?'."""
+        """Returns the UTF-8 bytes of `text`; a lone surrogate, which UTF-8 cannot say, becomes '?'."""
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Give the text of `ids`; ids from 256 are skipped, bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of `ids`; ids from 256 are skipped, bytes that are no UTF-8 become U+FFFD."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
-        """Give each piece's bytes as uint16; unlike `encode`, any bytes at all pass unchanged."""
+        """Returns each piece's bytes as uint16; unlike `encode`, any bytes at all pass unchanged."""
         return [np.frombuffer(piece, dtype=np.uint8).astype(token_dtype(self.vocab_size)) for piece in pieces]
 
     def count_bytes(self, ids: Tokens) -> int:
-        """Count the ids below 256: each is one byte."""
+        """Counts the ids below 256: each is one byte."""
         return int(np.count_nonzero(ids < 256))
 
     def save_hf(self, folder: Path) -> None:
-        """Write a byte-pair tokenizer.json without merges that maps byte b to id b, and its two companions."""
+        """Writes a byte-pair tokenizer.json without merges that maps byte b to id b, and its two companions."""
         from tokenizers import AddedToken, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as Backend
 
@@ -140,17 +140,17 @@ class TokenizerJson:
         self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Give the ids of `text`, without any special token added."""
+        """Returns the ids of `text`, without any special token added."""
         ids: list[int] = self._backend.encode(_clean(text), add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Give the text of `ids`; specials and ids without a token are skipped."""
+        """Returns the text of `ids`; specials and ids without a token are skipped."""
         text: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
-        """Give the ids of each piece, encoded in parallel; bytes that are no UTF-8 are read as U+FFFD."""
+        """Returns the ids of each piece, encoded in parallel; bytes that are no UTF-8 are read as U+FFFD."""
         texts = [piece.decode("utf-8", errors="replace") for piece in pieces]
         dtype = token_dtype(self.vocab_size)
         return [
@@ -158,7 +158,7 @@ class TokenizerJson:
         ]
 
     def count_bytes(self, ids: Tokens) -> int:
-        """Count the bytes of the decoded text, 65,536 tokens at a time.
+        """Counts the bytes of the decoded text, 65,536 tokens at a time.
 
         A character cut by the edge of such a block is counted as two U+FFFD: a few bytes in 65,536 tokens.
         """
@@ -166,7 +166,7 @@ class TokenizerJson:
         return sum(len(self.decode(block).encode()) for block in blocks)
 
     def save_hf(self, folder: Path) -> None:
-        """Copy tokenizer.json and, where they lie beside it, its two companions; else write those."""
+        """Copies tokenizer.json and, where they lie beside it, its two companions; else write those."""
         folder.mkdir(parents=True, exist_ok=True)
         contents = {"tokenizer.json": self._path.read_bytes(), **_companions(self._eot_name)}
         for name, content in contents.items():
@@ -177,7 +177,7 @@ class TokenizerJson:
 
 
 def byte_characters() -> list[str]:
-    """Give the printable character by which GPT-2's byte-level vocabularies write each of the 256 bytes.
+    """Returns the printable character by which GPT-2's byte-level vocabularies write each of the 256 bytes.
 
     Printable Latin-1 bytes stand for themselves; the other 68, in order, for the characters from U+0100.
     Source: byte-level BPE, Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.2.
@@ -204,16 +204,12 @@ def _load_backend(path: Path) -> Any:
 
 
 def _clean(text: str) -> str:
-    """Replace lone surrogates by '?': the library takes only what UTF-8 can say."""
+    """Replaces lone surrogates by '?': the library takes only what UTF-8 can say."""
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _companions(eot: str) -> dict[str, bytes]:
-    """Give the two small files that tell `transformers` how to use a tokenizer.json."""
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": eot,
-        "clean_up_tokenization_spaces": False,
-    }
+    """Returns the two small files that tell `transformers` how to use a tokenizer.json."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eot, "clean_up_tokenization_spaces": False}
     contents = zip(COMPANIONS, (config, {"eos_token": eot}), strict=True)
     return {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in contents}

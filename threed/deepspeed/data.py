@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from threed.topology import Topology
@@ -32,12 +33,9 @@ def deepspeed_io(
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on a device."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    return type(batch)(to_device(value, device) for value in batch) if isinstance(batch, list | tuple) else batch
+    """A batch with its tensors on a device; a mapping of any kind becomes a dict."""
+    whole = dict(batch) if isinstance(batch, Mapping) else batch
+    return tree_map_only(Tensor, lambda values: values.to(device, non_blocking=True), whole)
 
 
 def repeat(loader: DataLoader[Any]) -> Iterator[Any]:

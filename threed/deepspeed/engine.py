@@ -1,4 +1,4 @@
-"""A `threed.Engine` with DeepSpeed's manners: forward, backward and step are calls of their own.
+"""A `threed.Engine` with DeepSpeed's interface: forward, backward and step are calls of their own.
 
 engine = DeepSpeedEngine(model, topology, translation)
 loss = engine(**batch).loss ; engine.backward(loss) ; engine.step()        # or engine.train_batch(iterator)
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from threed import collectives
-from threed.checkpoint import files
+from threed.atomic import building
 from threed.deepspeed.data import repeat, to_device
 from threed.deepspeed.views import OptimizerView
 from threed.ds_config import Translation
@@ -30,7 +30,7 @@ LATEST = "latest"  # the file with the newest checkpoint's tag
 
 
 class DeepSpeedEngine:
-    """A `threed.Engine` with DeepSpeed's manners; what it has not itself is looked up in the module.
+    """A `threed.Engine` with DeepSpeed's interface; what it has not itself is looked up in the module.
 
     engine: the one inside. metrics: of the last step. micro_steps: calls of `step` so far. notes: what `initialize` had
     to say.
@@ -252,7 +252,8 @@ class DeepSpeedEngine:
             raise ValueError(f"ranks save under different tags: {', '.join(sorted(tags))}")
         self.engine.save(Path(save_dir) / tag, {"client_state": dict(client_state or {})})
         if everyone.index == 0:
-            files.write_text(Path(save_dir) / LATEST, tag)
+            with building(Path(save_dir) / LATEST) as (scratch,):
+                scratch.write_text(tag, encoding="utf-8")
         collectives.barrier(everyone)  # nobody leaves before `latest` is there
         return True
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from threed.engine import Engine
-from threed.zero.layout import Rates
+from threed.zero.layout import GroupOptions
 
 
 class ParamGroup(dict[str, Any]):
@@ -31,9 +31,9 @@ class OptimizerView:
         lr = float(steps.learning_rate(steps.updates))
         rest: dict[str, Any] = {"momentum": optim.momentum} if optim.name == "sgd" else {"betas": optim.betas}
         rest |= {"eps": optim.eps} if optim.name == "adamw" else {}
-        groups = [group for group in self._engine.layout.groups if group.kind.trainable]
-        rates_of = {slot.spec.name: group.kind.rates for group in groups for slot in group.slots}
-        found: dict[Rates, list[nn.Parameter]] = {}
+        groups = [group for group in self._engine.layout.groups if group.key.trainable]
+        rates_of = {slot.spec.name: group.key.options for group in groups for slot in group.slots}
+        found: dict[GroupOptions, list[nn.Parameter]] = {}
         for name, param in self._engine.module.named_parameters():  # safe to look at where they are slices
             if name in rates_of:
                 found.setdefault(rates_of[name], []).append(param)

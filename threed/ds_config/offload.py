@@ -6,12 +6,12 @@ settle_aio(top, "nvme_path" in values)
 
 from __future__ import annotations
 
-import os.path
+import os
+from typing import Any
 
 from threed.ds_config import keys
-from threed.ds_config.section import Section, shown
+from threed.ds_config.section import Auto, Section, Table, shown
 
-PLACES = ("none", "cpu", "nvme")
 OLD = {"offload_optimizer": ("cpu_offload",), "offload_param": ("cpu_offload_param", "cpu_offload_params")}
 NO_NVME = "nothing is offloaded to NVMe"
 
@@ -24,22 +24,20 @@ def find_places(zero: Section, stage: int) -> dict[str, str]:
         zero.problem("offload_optimizer", f"{optimizer} with stage 0: it moves what ZeRO slices; use stage 1, 2 or 3")
     if params != "none" and stage != 3:
         zero.problem("offload_param", f"{params} with stage {stage}: parameters are whole there; use stage 3")
-    found = {"offload_optimizer": optimizer, "offload_params": params}
     if optimizer_path and params_path and os.path.normpath(optimizer_path) != os.path.normpath(params_path):
         zero.problem(
             "offload_param.nvme_path",
             f"{shown(params_path)}, but offload_optimizer.nvme_path is {shown(optimizer_path)}: a rank swaps to one"
             " file; write one folder for both (several drives: as one RAID-0 volume)",
         )
-    if path := optimizer_path or params_path:
-        found["nvme_path"] = path
-    return found
+    path = optimizer_path or params_path
+    return {"offload_optimizer": optimizer, "offload_params": params, **({"nvme_path": path} if path else {})}
 
 
-def _find_place(zero: Section, key: str, table: keys.Table) -> tuple[str, str | None]:
+def _find_place(zero: Section, key: str, table: Table) -> tuple[str, str | None]:
     """Device, and the folder if it is nvme."""
     section = zero.section(key)
-    device = section.word("device", "none", PLACES, named=bool(section.values))
+    device = section.word("device", "none", ("none", "cpu", "nvme"), named=bool(section.values))
     for name in OLD[key]:
         if zero.switch(name, False):
             if section.values:
@@ -48,23 +46,22 @@ def _find_place(zero: Section, key: str, table: keys.Table) -> tuple[str, str | 
             device = "cpu"
     path = None
     if device == "nvme":
-        path = _find_folder(section)
+        section.need("nvme_path", "write a folder on a fast local drive")
+        path = section.take("nvme_path", None, _no_folder, Auto(instead="write a folder"), False)
     else:
         section.ignore("nvme_path", NO_NVME)
-    keys.settle(section, keys.nothing(table, "nothing is offloaded") if device == "none" else table)
-    return device, path
+    section.close(table.off("nothing is offloaded") if device == "none" else table)
+    return device, path and os.fspath(path)
 
 
-def _find_folder(section: Section) -> str | None:
-    if not section.given("nvme_path"):
-        section.problem("nvme_path", "not given: write a folder on a fast local drive")
-    return section.folder("nvme_path")
+def _no_folder(value: Any) -> str:
+    fits = isinstance(value, str | os.PathLike) and isinstance(path := os.fspath(value), str) and path
+    return "" if fits else "is no folder: write its path"
 
 
 def settle_aio(top: Section, to_nvme: bool) -> None:
     """Names what of aio is there. to_nvme: whether anything goes to a drive."""
-    if not to_nvme:
+    if to_nvme:
+        top.section("aio").close(keys.AIO)
+    else:
         top.ignore("aio", NO_NVME)
-        return
-    section = top.section("aio")
-    keys.settle(section, keys.AIO)

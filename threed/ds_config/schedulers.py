@@ -18,10 +18,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from threed.ds_config import keys
 from threed.ds_config.section import Auto, Section
 
-NAMES = {"warmuplr": "WarmupLR", "warmupdecaylr": "WarmupDecayLR", "warmupcosinelr": "WarmupCosineLR"}
-REFUSED = {"onecycle": "OneCycle", "lrrangetest": "LRRangeTest"}
+NAMES, REFUSED = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"), ("onecycle", "lrrangetest")
 AGAIN = Auto(instead="write the number of optimizer steps")
 
 
@@ -67,25 +67,22 @@ def learning_rate(scheduler: Section, lr: float) -> LearningRate | None:
     """The schedule of a ds_config's section; None without one, for a constant rate. lr: the optimizer's."""
     if not scheduler.values:
         return None
-    name = scheduler.word("type", None, [*NAMES, *REFUSED], named=False)
+    name = scheduler.word("type", None, NAMES, named=False, refused=REFUSED)
+    scheduler.need("type", "use WarmupLR, WarmupDecayLR or WarmupCosineLR")
     params = scheduler.section("params")
     scheduler.close()
-    if name not in NAMES:
-        if name in REFUSED:
-            scheduler.problem("type", f"{REFUSED[name]} is not there: use {', '.join(NAMES.values())}")
-        elif not scheduler.given("type"):
-            scheduler.problem("type", f"not given: use {', '.join(NAMES.values())}")
+    if name is None:
         return None
     warmup = Warmup(
         params.word("warmup_type", "log", ("log", "linear")),
         max(2, params.whole("warmup_num_steps", 1000, least=1, auto=AGAIN)),
     )
-    params.refuse("last_batch_iteration", (-1,), "engine.load_checkpoint() restores the step")
-    total = 0 if name == "warmuplr" else params.whole("total_num_steps", 0, least=1, auto=AGAIN, named=False)
-    if name != "warmuplr" and not params.given("total_num_steps"):
-        params.problem("total_num_steps", "not given: write the number of optimizer steps")
+    total = 0
+    if name != "warmuplr":
+        params.need("total_num_steps", AGAIN.instead)
+        total = params.whole("total_num_steps", 0, least=1, auto=AGAIN, named=False)
     rate = cosine(params, warmup, total, lr) if name == "warmupcosinelr" else linear(params, warmup, total, lr, name)
-    params.close()
+    params.close(keys.SCHEDULER)
     return rate
 
 

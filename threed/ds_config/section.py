@@ -1,22 +1,26 @@
 """One group of keys of a ds_config, with a memory of which keys were asked for.
 
 section = Section(report, values, "fp16")
-section.number("hysteresis", 2, least=1)       # its value, DeepSpeed's default, or a problem
+section.whole("hysteresis", 2, least=1)        # its value, DeepSpeed's default, or a problem
 section.ignore("auto_cast", "why")             # a note, if it is there
-section.close()                                # every key that nobody asked for is a problem
+section.close(keys.FP16)                       # the keys of a table; any that nobody asked for is a problem
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-import os
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from threed.config import ConfigError
+
+LIMITS = {"least": ("at least", operator.ge), "above": ("more than", operator.gt), "below": ("less than", operator.lt)}
+Rows = Mapping[str, Any]  # by key, or by several keys separated by spaces
+NONE: Rows = {}
 
 
 def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -63,6 +67,23 @@ class Auto:
     instead: str = "write the value"
 
 
+class Table:
+    """Keys of a group that choose nothing.
+
+    ignored: those without effect, and why. refused: those of which only some values are taken; these, and why no
+    others. blocks: groups that must say "enabled": false, and why.
+    """
+
+    def __init__(self, ignored: Rows = NONE, refused: Rows = NONE, blocks: Rows = NONE) -> None:
+        self.ignored, self.refused, self.blocks = (
+            {key: what for keys, what in rows.items() for key in keys.split()} for rows in (ignored, refused, blocks)
+        )
+
+    def off(self, why: str) -> Table:
+        """The same keys, all of them without effect."""
+        return Table(dict.fromkeys((*self.ignored, *self.refused), why))
+
+
 class Section:
     """The keys of one group. A key that is null counts as not given."""
 
@@ -91,113 +112,110 @@ class Section:
         self.known.append(key)
         return self.values.get(key) is not None
 
+    def need(self, key: str, what: str) -> None:
+        """A problem where the key is not there. what: to do then."""
+        if not self.given(key):
+            self.problem(key, f"not given: {what}")
+
     def section(self, key: str) -> Section:
         """The group below a key; an empty one if there is none."""
         return Section(self.report, self.values[key] if self.given(key) else {}, self.name(key))
 
-    def take(self, key: str, default: Any, auto: Auto, named: bool) -> tuple[Any, bool]:
-        """A key's value and whether it still has to be checked. named: whether a default is worth a note."""
+    def take(self, key: str, default: Any, wrong: Callable[[Any], str], auto: Auto = Auto(), named: bool = True) -> Any:
+        """A key's value; the default where it is not given, and, with a problem, where `wrong` says what is wrong.
+
+        named: whether a default that applies is worth a note.
+        """
         if not self.given(key):
             if named:
                 self.note(key, f"not given: DeepSpeed's default, {shown(default)}")
-            return default, False
+            return default
         value = self.values[key]
-        if value != "auto":
-            return value, True
-        if auto.value is None:
-            self.problem(key, f'"auto" is filled in by a trainer, and there is none here: {auto.instead}')
-            return default, False
-        self.note(key, f'"auto": {shown(auto.value)}, {auto.why}')
-        return auto.value, False
+        if value == "auto" and auto.value is not None:
+            self.note(key, f'"auto": {shown(auto.value)}, {auto.why}')
+            return auto.value
+        trainer = f"is filled in by a trainer, and there is none here: {auto.instead}"
+        if what := trainer if value == "auto" else wrong(value):
+            self.problem(key, f"{shown(value)} {what}")
+            return default
+        return value
 
     def number(
-        self, key: str, default: float | None, *, least: float | None = None, above: float | None = None,
-        below: float | None = None, auto: Auto = Auto(), named: bool = True,
-    ) -> Any:  # fmt: skip
+        self, key: str, default: float | None, *, auto: Auto = Auto(), named: bool = True, **limits: float
+    ) -> Any:
         """A finite number not less than `least`, more than `above`, less than `below`."""
-        value, check = self.take(key, default, auto, named)
-        if not check:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
-            self.problem(key, f"{shown(value)} is no number")
-            return default
-        if least is not None and value < least:
-            self.problem(key, f"{shown(value)} must be at least {least:g}")
-        elif above is not None and value <= above:
-            self.problem(key, f"{shown(value)} must be more than {above:g}")
-        elif below is not None and value >= below:
-            self.problem(key, f"{shown(value)} must be less than {below:g}")
-        else:
-            return value
-        return default
+        return self.take(key, default, lambda value: _no_number(value, limits), auto, named)
 
-    def whole(self, key: str, default: int | None, **limits: Any) -> Any:
+    def whole(self, key: str, default: int | None, *, auto: Auto = Auto(), named: bool = True, **limits: float) -> Any:
         """A whole number; 5e8 is one."""
-        value = self.number(key, default, **limits)
-        if value is not None and value != int(value):
-            self.problem(key, f"{shown(value)} is no whole number")
-            return default
+
+        def wrong(value: Any) -> str:
+            return _no_number(value, limits) or ("" if value == int(value) else "is no whole number")
+
+        value = self.take(key, default, wrong, auto, named)
         return None if value is None else int(value)
 
     def switch(self, key: str, default: bool, *, auto: Auto = Auto()) -> bool:
         """True or false."""
-        value, check = self.take(key, default, auto, named=False)
-        if check and not isinstance(value, bool):
-            self.problem(key, f"{shown(value)} must be true or false")
-            return default
-        return bool(value)
+        wrong = "must be true or false"
+        return bool(self.take(key, default, lambda value: "" if isinstance(value, bool) else wrong, auto, False))
 
-    def word(self, key: str, default: str | None, words: Sequence[str], *, named: bool = True) -> Any:
-        """One of some words, in lower case."""
-        value, check = self.take(key, default, Auto(instead=f"write {_listed(words)}"), named)
-        if not check:
-            return value
-        if isinstance(value, str) and value.lower() in words:
-            return value.lower()
-        self.problem(key, f"{shown(value)} is not known: use {_listed(words)}")
-        return default
+    def word(
+        self, key: str, default: str | None, words: Sequence[str], *, named: bool = True, refused: Collection[str] = ()
+    ) -> Any:
+        """One of some words, in lower case. refused: in lower case, those that DeepSpeed knows."""
 
-    def folder(self, key: str) -> str | None:
-        """A path as text; none if it is not given."""
-        value, check = self.take(key, None, Auto(instead="write a folder"), False)
-        if not check:
-            return None
-        if isinstance(value, str | os.PathLike) and (path := os.fspath(value)) and isinstance(path, str):
-            return path
-        self.problem(key, f"{shown(value)} is no folder: write its path")
-        return None
+        def wrong(value: Any) -> str:
+            text = str(value).lower()
+            what = "is not there" if text in refused else "is not known"
+            return "" if text in map(str.lower, words) else f"{what}: use {_listed(words)}"
+
+        value = self.take(key, default, wrong, Auto(instead=f"write {_listed(words)}"), named)
+        return None if value is None else str(value).lower()
 
     def ignore(self, key: str, why: str) -> None:
         """A key whose value changes nothing here."""
         if self.given(key):
             self.note(key, f"no effect: {why}")
 
-    def refuse(self, key: str, off: Sequence[Any], why: str) -> None:
-        """A key that must be left out, or have one of the values `off`."""
-        if not self.given(key):
-            return
-        if any(self.values[key] == value for value in off):
-            self.note(key, f"{shown(self.values[key])}, as it always is here")
-        else:
-            choices = f" (only {_listed([shown(value) for value in off])})" if off else ""
-            self.problem(key, f"{shown(self.values[key])} is not there{choices}: {why}")
-
-    def refuse_block(self, key: str, why: str) -> None:
-        """A group that must be left out, or say "enabled": false."""
-        if not self.given(key):
-            return
-        value = self.values[key]
-        if value is False or (isinstance(value, Mapping) and value.get("enabled") is False):
-            self.note(key, "off, as it always is here")
-        else:
-            self.problem(key, f"is not there: {why}")
-
-    def close(self) -> None:
-        """Says which keys nobody asked for."""
+    def close(self, *tables: Table) -> None:
+        """Says what is there of the tables, and which keys nobody asked for."""
+        for table in tables:
+            for key, why in table.ignored.items():
+                self.ignore(key, why)
+            for key, (fine, why) in table.refused.items():
+                self._refuse(key, fine, why)
+            for key, why in table.blocks.items():
+                self._refuse_block(key, why)
         for key in self.values:
             if key not in self.known:
                 near = difflib.get_close_matches(key, self.known, 1, 0.7)
                 self.problem(key, f"no such key (did you mean {self.name(near[0])}?)" if near else "no such key")
+
+    def _refuse(self, key: str, fine: Sequence[Any], why: str) -> None:
+        if self.given(key):
+            value = self.values[key]
+            only = f" (only {_listed([shown(value) for value in fine])})" if fine else ""
+            if value in fine:
+                self.note(key, f"{shown(value)}, as it always is here")
+            else:
+                self.problem(key, f"{shown(value)} is not there{only}: {why}")
+
+    def _refuse_block(self, key: str, why: str) -> None:
+        if self.given(key):
+            value = self.values[key]
+            if value is False or (isinstance(value, Mapping) and value.get("enabled") is False):
+                self.note(key, "off, as it always is here")
+            else:
+                self.problem(key, f"is not there: {why}")
+
+
+def _no_number(value: Any, limits: Mapping[str, float]) -> str:
+    """What is wrong with a value that should be a number within limits."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        return "is no number"
+    beyond = (name for name, limit in limits.items() if not LIMITS[name][1](value, limit))
+    return next((f"must be {LIMITS[name][0]} {limits[name]:g}" for name in beyond), "")
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -14,23 +14,18 @@ from threed.ds_config import keys
 from threed.ds_config.offload import find_places, settle_aio
 from threed.ds_config.optimizers import Group
 from threed.ds_config.schedulers import LearningRate, learning_rate
-from threed.ds_config.section import Auto, Report, Section, shown
+from threed.ds_config.section import Auto, Report, Section
 from threed.precision import LossScale
 
 DTYPE_NAMES = {
-    alias: name
-    for name, aliases in {
-        "fp32": ("fp32", "float32", "float", "torch.float32"),
-        "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
-        "fp16": ("fp16", "float16", "half", "torch.float16"),
-    }.items()
-    for alias in aliases
-}
+    "fp32": "fp32", "float32": "fp32", "float": "fp32", "torch.float32": "fp32",
+    "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16",
+    "fp16": "fp16", "float16": "fp16", "half": "fp16", "torch.float16": "fp16",
+}  # fmt: skip
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-OPTIMIZERS = ("adam", "adamw", "sgd", "lion")
-NOT_HERE = (
-    "adagrad", "lamb", "onebitadam", "zerooneadam", "onebitlamb", "muadam", "muadamw", "musgd", "muon",
-)  # fmt: skip
+OPTIMIZERS = ("AdamW", "Adam", "SGD", "Lion")
+NOT_HERE = "adagrad lamb onebitadam zerooneadam onebitlamb muadam muadamw musgd muon".split()
+SHARED = "the default of DeepSpeed and Hugging Face"
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ def translate(
     report = Report()
     top = Section(report, ds)
     micro, accumulation = _batch(top, world)
-    clip = top.number("gradient_clipping", 1.0, least=0, auto=Auto(1.0, "the default of DeepSpeed and Hugging Face"))
+    clip = top.number("gradient_clipping", 1.0, least=0, auto=Auto(1.0, SHARED))
     precision, scale = _precision(top, model)
     zero = _zero(top, world, model, BYTES[precision["grad_dtype"]])
     optim = _optimizer(top)
@@ -79,26 +74,20 @@ def translate(
     optim["groups"] = _groups(scheduler, groups, rate, optim["weight_decay"])
     drop_last = top.switch("dataloader_drop_last", False)
     settle_aio(top, "nvme_path" in zero)
-    for name, table in (
-        ("checkpoint", keys.CHECKPOINT), ("compile", keys.COMPILE), ("tensor_parallel", keys.TENSOR_PARALLEL),
-        ("activation_checkpointing", keys.ACTIVATION_CHECKPOINTING),
-    ):  # fmt: skip
-        section = top.section(name)
-        keys.settle(section, table)
-    keys.settle(top, keys.TOP)
+    top.section("checkpoint").close(keys.CHECKPOINT)
+    top.section("compile").close(keys.COMPILE)
+    top.section("tensor_parallel").close(keys.TENSOR_PARALLEL)
+    top.section("activation_checkpointing").close(keys.ACTIVATION_CHECKPOINTING)
+    top.close(keys.TOP)
     if report.problems:
         raise ConfigError(report.problems)
     batch = micro * accumulation * world
     train = {"global_batch": batch, "micro_batch": micro, "grad_clip": clip}
-    config = _config({"zero": zero, "precision": precision, "optim": optim, "train": train})
-    return Translation(config, batch, micro, accumulation, rate, scale, drop_last, tuple(report.notes))
-
-
-def _config(groups: dict[str, dict[str, Any]]) -> Config:
     try:
-        return Config.model_validate(groups)
+        config = Config.model_validate({"zero": zero, "precision": precision, "optim": optim, "train": train})
     except ValidationError as error:
         raise ConfigError([f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]) from None
+    return Translation(config, batch, micro, accumulation, rate, scale, drop_last, tuple(report.notes))
 
 
 def _batch(top: Section, world: int) -> tuple[int, int]:
@@ -127,20 +116,21 @@ def _batch(top: Section, world: int) -> tuple[int, int]:
 
 def _precision(top: Section, model: ModelFacts) -> tuple[dict[str, Any], LossScale | None]:
     fp16, bf16 = top.section("fp16"), top.section("bf16" if top.given("bf16") else "bfloat16")
-    chosen = {}
+    chosen = []
     for name, section in (("fp16", fp16), ("bf16", bf16)):
-        instead = "write true or false"
-        auto = Auto(model.dtype == name, f"as the model's weights are {model.dtype}") if model.dtype else Auto()
-        chosen[name] = section.switch("enabled", False, auto=Auto(auto.value, auto.why, instead))
-    if all(chosen.values()):
+        own = model.dtype == name if model.dtype else None
+        auto = Auto(own, f"as the model's weights are {model.dtype}", "write true or false")
+        if section.switch("enabled", False, auto=auto):
+            chosen.append(name)
+    if len(chosen) > 1:
         top.problem("bf16", "fp16 and bf16 are both enabled: choose one")
     wide = "fp64" if model.dtype == "fp64" else "fp32"
-    dtype = next((name for name, on in chosen.items() if on), wide)
+    dtype = chosen[0] if chosen else wide
     if model.dtype in ("bf16", "fp16") and model.dtype != dtype:
         top.note(model.dtype, f"not enabled: the model's {model.dtype} weights are trained in {dtype}")
-    scale = _loss_scale(fp16, chosen["fp16"])
-    keys.settle(fp16, keys.FP16)
-    keys.settle(bf16, keys.BF16)
+    scale = _loss_scale(fp16, dtype == "fp16")
+    fp16.close(keys.FP16)
+    bf16.close(keys.BF16)
     grad = _grad_dtype(top.section("data_types"), dtype, wide)
     wire = _dtype(top, "communication_data_type")
     fixed = "dynamic" if scale is None or scale.dynamic else scale.initial
@@ -169,7 +159,7 @@ def _grad_dtype(types: Section, dtype: str, wide: str) -> str:
     grad = _dtype(types, "grad_accum_dtype")
     if grad is None and dtype != wide:
         types.note("grad_accum_dtype", f"not given: {wide}, threed's own default (DeepSpeed's is {dtype})")
-    keys.settle(types, keys.DATA_TYPES)
+    types.close(keys.DATA_TYPES)
     return grad or wide
 
 
@@ -197,7 +187,7 @@ def _zero(top: Section, world: int, model: ModelFacts, width: int) -> dict[str, 
     values["bucket_mib"] = _bucket_bytes(zero, stage, values.get("shard_size", world), width, bucket) / 2**20
     values["resident"] = _resident(zero, stage, Auto(10 * hidden if hidden else None, told, instead))
     values |= find_places(zero, stage)
-    keys.settle(zero, keys.ZERO)
+    zero.close(keys.ZERO)
     return values
 
 
@@ -241,27 +231,32 @@ def _optimizer(top: Section) -> dict[str, Any]:
     if not section.values:
         top.problem("optimizer", 'not given: write {"type": "AdamW", "params": {"lr": …}}, or pass a torch optimizer')
         return optim
-    name = str(section.values["type"]).lower() if section.given("type") else None
+    name = section.word("type", None, OPTIMIZERS, named=False, refused=NOT_HERE)
+    section.need("type", "use AdamW, Adam, SGD or Lion")
     params = section.section("params")
-    section.ignore("legacy_fusion", "there is one implementation of each optimizer")
-    section.close()
-    if name not in OPTIMIZERS:
-        choices = "use AdamW, Adam, SGD or Lion"
-        here = f"{shown(section.values.get('type'))} is not there" if name in NOT_HERE else "no such optimizer"
-        section.problem("type", f"{here if name else 'not given'}: {choices}")
+    section.close(keys.OPTIMIZER)
+    if name is None:
         return optim
-    none = Auto(instead="write the learning rate")
-    optim["lr"] = params.number("lr", 1e-3, above=0, auto=none)
-    decay = params.number("weight_decay", 0.0, least=0, auto=Auto(0.0, "the default of DeepSpeed and Hugging Face"))
-    rules = {"adam": _adam, "adamw": _adam, "sgd": _sgd, "lion": _lion}
-    optim |= rules[name](params, name, decay)
-    optim["weight_decay"] = decay
-    params.refuse("max_grad_norm", (0,), "use the top-level gradient_clipping")
-    for key in ("fused", "foreach", "differentiable", "capturable", "set_grad_none"):
-        params.ignore(key, "there is one implementation of each optimizer")
-    params.refuse("maximize", (False,), "change the loss's sign")
-    params.close()
+    optim["lr"] = params.number("lr", 1e-3, above=0, auto=Auto(instead="write the learning rate"))
+    decay = optim["weight_decay"] = params.number("weight_decay", 0.0, least=0, auto=Auto(0.0, SHARED))
+    optim["name"] = "adamw" if name == "adam" else name
+    if name == "sgd":
+        optim["momentum"] = params.number("momentum", 0.0, least=0, below=1)
+    else:
+        optim["betas"] = tuple(params.take("betas", (0.9, 0.999), _no_betas, Auto((0.9, 0.999), SHARED)))
+    if optim["name"] == "adamw":
+        optim["eps"] = params.number("eps", 1e-8, above=0, auto=Auto(1e-8, SHARED))
+        if not params.switch("adam_w_mode", True) and name == "adam" and decay:
+            params.problem("adam_w_mode", "decay as part of the gradient is not there: use true, or weight_decay 0")
+    params.close(keys.PARAMS, {"sgd": keys.SGD, "lion": keys.LION}.get(name, keys.ADAM))
     return optim
+
+
+def _no_betas(value: Any) -> str:
+    """What is wrong with a value that should be two decays."""
+    fits = isinstance(value, list | tuple) and len(value) == 2
+    fits = fits and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in value)
+    return "" if fits else "must be two numbers from 0 up to, but not, 1"
 
 
 def _groups(
@@ -277,38 +272,3 @@ def _groups(
         for name in group.names
     )
     return (*own, {"match": "*", "weight_decay": decay}) if decay or own else ()
-
-
-def _adam(params: Section, name: str, decay: float) -> dict[str, Any]:
-    if not params.switch("adam_w_mode", True) and name == "adam" and decay:
-        params.problem("adam_w_mode", "decay as part of the gradient is not there: use true, or weight_decay 0")
-    params.ignore("torch_adam", "there is one implementation of each optimizer")
-    params.refuse("fp32_optimizer_states", (True,), keys.MASTERS)
-    params.refuse("bias_correction", (True,), "the moments' bias is always corrected")
-    params.refuse("amsgrad", (False,), "use the plain second moment")
-    eps = params.number("eps", 1e-8, above=0, auto=Auto(1e-8, "the default of DeepSpeed and Hugging Face"))
-    return {"name": "adamw", "betas": _betas(params), "eps": eps}
-
-
-def _sgd(params: Section, name: str, decay: float) -> dict[str, Any]:
-    momentum = params.number("momentum", 0.0, least=0, below=1)
-    params.refuse("dampening", (0,), "use plain momentum")
-    params.refuse("nesterov", (False,), "use plain momentum")
-    return {"name": "sgd", "momentum": momentum}
-
-
-def _lion(params: Section, name: str, decay: float) -> dict[str, Any]:
-    params.refuse("fp32_optimizer_states", (True,), keys.MASTERS)
-    return {"name": "lion", "betas": _betas(params)}
-
-
-def _betas(params: Section) -> tuple[float, float]:
-    default = (0.9, 0.999)
-    value, check = params.take("betas", default, Auto(default, "the default of DeepSpeed and Hugging Face"), True)
-    if not check:
-        return default
-    fits = isinstance(value, list | tuple) and len(value) == 2
-    if not fits or not all(type(beta) in (int, float) and 0 <= beta < 1 for beta in value):
-        params.problem("betas", f"{shown(value)} must be two numbers from 0 up to, but not, 1")
-        return default
-    return float(value[0]), float(value[1])

@@ -99,7 +99,11 @@ class Attention(nn.Module):
         """Queries, keys and values in one tensor [s b (a+2k)/t d]; queries and the others where these are shared."""
         if self.qkv is not None:
             return (self.recompute.column(self.qkv, x),)
-        x = self.recompute.run("norm", self.slicing.gather, x) if self.slicing.scattered else self.slicing.gather(x)
+        x = (
+            self.recompute.run("norm", self.slicing.gather, x)
+            if self.slicing.sequence_parallel
+            else self.slicing.gather(x)
+        )
         return self.query(x), self.key_value(x)
 
     def _attend(self, *projected: Tensor) -> Tensor:

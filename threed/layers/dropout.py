@@ -23,14 +23,14 @@ class Dropout(nn.Module):
             return x
         if micro.samples is None:
             raise ValueError(f"{self.name}: dropout needs the micro-batch's global sample indices")
-        length = x.shape[0] * (self.slicing.tp.size if self.slicing.scattered else 1)
+        length = x.shape[0] * (self.slicing.tp.size if self.slicing.sequence_parallel else 1)
         width = x.shape[-1]
         keep = rng.keep_mask(
             self.slicing.seed,
             self.name,
             micro.step,
             micro.samples,
-            self.slicing.rows(length),
+            self.slicing.sequence_range(length),
             (0, width),
             width,
             self.p,

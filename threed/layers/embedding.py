@@ -63,7 +63,7 @@ class VocabEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         self.data_flags[0].note((tokens < 0) | (tokens >= self.vocab))
         x: Tensor = _Lookup.apply(tokens.t(), self.weight, self.first)
-        total = collectives.scatter_to if self.slicing.scattered else collectives.reduce_from
+        total = collectives.scatter_to if self.slicing.sequence_parallel else collectives.reduce_from
         return total(x, self.slicing.tp)
 
 
@@ -77,7 +77,9 @@ class PositionEmbedding(nn.Module):
         self.weight = parameter(slicing.shared(piece, decay=True), (length, hidden))
 
     def forward(self, x: Tensor) -> Tensor:
-        first, last = self.slicing.rows(x.shape[0] * (self.slicing.tp.size if self.slicing.scattered else 1))
+        first, last = self.slicing.sequence_range(
+            x.shape[0] * (self.slicing.tp.size if self.slicing.sequence_parallel else 1)
+        )
         if last > self.weight.shape[0]:
             raise ValueError(f"position {last - 1} is beyond the {self.weight.shape[0]} learned positions")
         return x + self.weight[first:last].unsqueeze(1)

@@ -82,7 +82,7 @@ class ColumnLinear(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         tp = slicing.tp
-        self.axis, self.gather = (LOCAL, False) if local else (tp, slicing.scattered)
+        self.axis, self.gather = (LOCAL, False) if local else (tp, slicing.sequence_parallel)
         weights, biases, rows = [], [], 0
         for part, out in outputs:
             first, last = (multiple * n for n in split(out // multiple, tp.size // shared, tp.index // shared))

@@ -39,7 +39,7 @@ class LanguageModelHead(nn.Module):
         self.vocab, self.data_flags = vocab, (Flag(f"labels beyond the {vocab} of {name}"),)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
-        logits = linear(self.norm(x), self.weight, None, self.slicing.tp, self.slicing.scattered)
+        logits = linear(self.norm(x), self.weight, None, self.slicing.tp, self.slicing.sequence_parallel)
         if micro.labels is None:
             return logits
         self.data_flags[0].note(micro.labels >= self.vocab)

@@ -39,44 +39,38 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from threed import collectives
+from threed.device import rng_states, set_rng_states
 from threed.topology import Axis
 
 
-class Draws:
+class RngState:
     """What torch's generators were before some work, so that the work can be done again with the same numbers.
 
-    Kept only if the work drew from them: the layers of this package do not, those of users may.
+    SavedInput only if the work drew from them: the layers of this package do not, those of users may.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before: list[Tensor] | None = self._states()
+        self._before: dict[str, Tensor] | None = rng_states(device)
 
     def drawn(self) -> None:
         """The work is over."""
-        pairs = zip(self._before or (), self._states(), strict=True)
-        if all(torch.equal(before, after) for before, after in pairs):
+        before, now = self._before or {}, rng_states(self._device)
+        if all(torch.equal(before[kind], now[kind]) for kind in before):
             self._before = None
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Work in here draws what the first one drew; afterwards the generators go on from where they were."""
-        now = self._states() if self._before is not None else None
-        self._restore(self._before)
+        if self._before is None:
+            yield
+            return
+        now = rng_states(self._device)
+        set_rng_states(self._before, self._device)
         try:
             yield
         finally:
-            self._restore(now)
-
-    def _states(self) -> list[Tensor]:
-        cuda = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
-        return [torch.get_rng_state(), *cuda]
-
-    def _restore(self, states: list[Tensor] | None) -> None:
-        if states is not None:
-            torch.set_rng_state(states[0])
-            for state in states[1:]:
-                torch.cuda.set_rng_state(state, self._device)
+            set_rng_states(now, self._device)
 
 
 class Column(Protocol):
@@ -155,12 +149,12 @@ class _Operation:
         self.name, self.f, self.inputs, self.wants = name, f, inputs, wants
         self._inside: list[weakref.ref[_Saved]] = []  # in the order saved
         self._results: list[tuple[weakref.ref[_Saved], Layout]] = []
-        self._draws: Draws | None = None
+        self._draws: RngState | None = None
         self._made: tuple[int, torch.dtype] | None = None  # the result's version and dtype
 
     def first(self, inputs: Sequence[Tensor]) -> Tensor:
         """The run in the forward."""
-        self._draws = Draws(inputs[0].device)
+        self._draws = RngState(inputs[0].device)
         with saved_tensors_hooks(self._pack, unpack):
             y = self.f(*inputs)
         self._draws.drawn()
@@ -256,8 +250,10 @@ class Selective(Recompute):
 
     def column(self, layer: Column, x: Tensor) -> Tensor:
         """layer(x); where the layer gathers an x that is to be rebuilt, it is gathered again as well."""
-        if not layer.gather or self._made(x) is None:
+        source = self._made(x)
+        if not layer.gather or source is None:
             return layer(x)
+        promise = source.result(x)  # autograd keeps hooks with what they packed: with x in one, x itself would stay
         gathered = (layer.axis.size * x.shape[0], *x.shape[1:])
 
         def pack(tensor: Tensor) -> Packed:
@@ -265,7 +261,7 @@ class Selective(Recompute):
             if tensor.shape != gathered or tensor.untyped_storage()._cdata in weights:
                 return self._pack(tensor)
             again = functools.partial(collectives.all_gather, axis=layer.axis)
-            return _Operation("a gathered input", again, [self._pack(x)], [False]).result(tensor)
+            return _Operation("a gathered input", again, [promise], [False]).result(tensor)
 
         with saved_tensors_hooks(pack, unpack):
             return layer(x)

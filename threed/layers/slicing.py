@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -31,18 +32,29 @@ class Slicing:
         return self
 
     @property
-    def scattered(self) -> bool:
+    def sequence_parallel(self) -> bool:
         """Whether activations between blocks are [s/t b h] rather than [s b h]."""
         return self.sequence and self.tp.size > 1
 
-    def rows(self, length: int) -> tuple[int, int]:
+    def sequence_range(self, length: int) -> tuple[int, int]:
         """The positions of a sequence of `length` that this rank's activations between blocks hold."""
-        if not self.scattered:
+        if not self.sequence_parallel:
             return 0, length
         if length % self.tp.size:
             raise ValueError(f"sequence length {length} is not a multiple of tp {self.tp.size}: pad the batch to one")
         part = length // self.tp.size
         return self.tp.index * part, (self.tp.index + 1) * part
+
+    @property
+    def scattered(self) -> bool:
+        """The former name of `sequence_parallel`."""
+        warnings.warn("Slicing.scattered is called sequence_parallel now", DeprecationWarning, stacklevel=2)
+        return self.sequence_parallel
+
+    def rows(self, length: int) -> tuple[int, int]:
+        """The former name of `sequence_range`."""
+        warnings.warn("Slicing.rows is called sequence_range now", DeprecationWarning, stacklevel=2)
+        return self.sequence_range(length)
 
     @property
     def replicated(self) -> str | None:
@@ -52,7 +64,7 @@ class Slicing:
     @property
     def partial(self) -> str | None:
         """The axis that such a parameter's gradient is partial over: each rank saw its part of the sequence only."""
-        return "tp" if self.scattered else None
+        return "tp" if self.sequence_parallel else None
 
     def heads(self, count: int) -> tuple[int, int]:
         """Which of `count` heads this rank holds: [first, last). Of fewer heads than ranks neighbours share one."""
@@ -77,11 +89,11 @@ class Slicing:
 
         Every rank gets all of x; the gradient is the sum of what the ranks give back.
         """
-        return (collectives.gather_from if self.scattered else collectives.copy_to)(x, self.tp)
+        return (collectives.gather_from if self.sequence_parallel else collectives.copy_to)(x, self.tp)
 
     def reduce(self, x: Tensor) -> Tensor:
         """g, after what is cut over tensor ranks: the sum of every rank's [s b h] (this rank's [s/t b h] of it)."""
-        return (collectives.scatter_to if self.scattered else collectives.reduce_from)(x, self.tp)
+        return (collectives.scatter_to if self.sequence_parallel else collectives.reduce_from)(x, self.tp)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,10 +157,10 @@ def sink_of(weight: Tensor) -> GradSink | None:
     return getattr(weight, "sink", None)
 
 
-class Gate(Protocol):
+class TileGatherer(Protocol):
     """Makes a tile's weight whole while it is used; in between its storage may be empty, and must not be read.
 
-    A layer asks `weight.gate`; a weight without one is always whole.
+    A layer asks `weight.tile_gatherer`; a weight without one is always whole.
     """
 
     def open(self) -> None:
@@ -161,9 +173,9 @@ class Gate(Protocol):
         """The weight is not needed any more, for now."""
 
 
-def gate_of(weight: Tensor) -> Gate | None:
+def tile_gatherer_of(weight: Tensor) -> TileGatherer | None:
     """The gate of a parameter, if it has one."""
-    return getattr(weight, "gate", None)
+    return getattr(weight, "tile_gatherer", None)
 
 
 def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:

@@ -5,8 +5,8 @@
 
 `zero.tile` cuts the linear layers of a model's blocks so; one `ReplicatedLinear` can have tiles of its own. A tile is a
 parameter of its own: gathered, reduced, updated and swapped by itself. Its record names the same global tensor, so
-initial values, checkpoints and exports know nothing of tiles. While a tile runs the next one is on its way (`Gate`);
-never are there more than the two. Without gates the tiles simply lie there.
+initial values, checkpoints and exports know nothing of tiles. While a tile runs the next one is on its way
+(`TileGatherer`); never are there more than the two. Without gatherers the tiles simply lie there.
 
 Outputs are what the whole layer gives, but for the order in which a matrix library adds up a product of another shape;
 the input's gradient is a sum over tiles.
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.collectives import split
-from threed.layers.slicing import gate_of, weight_gradient
+from threed.layers.slicing import tile_gatherer_of, weight_gradient
 from threed.ops import matmul
 from threed.sharding import Piece, ShardSpec, parameter
 from threed.topology import Axis, alone
@@ -57,7 +57,7 @@ def cut_rows(pieces: Sequence[Piece], first: int, last: int) -> tuple[Piece, ...
 
 
 def add_weight(module: nn.Module, spec: ShardSpec, shape: Span, tiles: int) -> None:
-    """Gives a module its `weight` [rows in], or the tiles of it: `weight_0`, `weight_1` ..."""
+    """Returns a module its `weight` [rows in], or the tiles of it: `weight_0`, `weight_1` ..."""
     cuts = spans(shape[0], tiles)
     if len(cuts) == 1:
         module.register_parameter("weight", parameter(spec, shape))
@@ -79,7 +79,7 @@ def _held(module: nn.Module, name: str) -> Tensor:
     the tile itself, to open it: it reads below the table.
     """
     shown, held = module._parameters[name], dict.__getitem__(module._parameters, name)
-    found = shown if held is None or gate_of(held) is None else held
+    found = shown if held is None or tile_gatherer_of(held) is None else held
     assert found is not None
     return found
 
@@ -87,7 +87,7 @@ def _held(module: nn.Module, name: str) -> Tensor:
 @contextmanager
 def whole(weight: Tensor, following: Tensor | None = None) -> Iterator[None]:
     """A tile is whole in here, and `following` is on its way."""
-    gate, ahead = gate_of(weight), None if following is None else gate_of(following)
+    gate, ahead = tile_gatherer_of(weight), None if following is None else tile_gatherer_of(following)
     if gate is not None:
         gate.open()
     if ahead is not None:
@@ -113,7 +113,7 @@ class _Tiled(torch.autograd.Function):
         if gather:
             x = collectives.all_gather(x, axis)
         # A tile that is away is none of the business of those who save or move what autograd saves: they would read it.
-        gated = any(gate_of(weight) is not None for weight in weights)
+        gated = any(tile_gatherer_of(weight) is not None for weight in weights)
         ctx.save_for_backward(x, *(() if gated else weights))
         ctx.weights, ctx.axis, ctx.gather = weights, axis, gather
         cuts = _cuts(weights)

@@ -50,7 +50,7 @@ class SwapError(OSError):
     """I/O on a swap file failed: the message names rank, operation, place and file, and what to do."""
 
 
-class Engine(Protocol):
+class Backend(Protocol):
     """What moves bytes: an id for each transfer, and for each id, once, how many bytes moved or -errno or SHORT."""
 
     name: str
@@ -152,7 +152,7 @@ class Disk:
             return offset
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Gives a region back: the next reserve() of the same size returns it."""
+        """Returns a region back: the next reserve() of the same size returns it."""
         with self._lock:
             self._free.setdefault(_whole_blocks(nbytes), []).append(offset)
 
@@ -282,54 +282,39 @@ def _allocate(fd: int, offset: int, nbytes: int) -> None:
         os.ftruncate(fd, offset + nbytes)  # a file system that cannot promise space
 
 
-def _engine(backend: str, fd: int, direct: bool) -> Engine:
+def _engine(backend: str, fd: int, direct: bool) -> Backend:
     """The engine asked for, or the best that runs here."""
     library = None if backend == "python" else native.library("cpu")
     if library is None and backend == "io_uring":
         raise OSError(errno.ENOSYS, "the native library is not built (see threed.native.status)")
-    return PythonThreads() if library is None else Native(library, backend, fd, direct)
+    return PythonThreads() if library is None else Native(backend, fd, direct)
 
 
 class Native:
     """The engine of csrc/cpu/io.cpp."""
 
-    def __init__(self, library: ctypes.CDLL, backend: str, fd: int, direct: bool) -> None:
-        _declare(library)
-        self._library, error = library, ctypes.c_int(0)
+    def __init__(self, backend: str, fd: int, direct: bool) -> None:
+        types = {"open": "PiiiiqP", "has_ring": "iP", "submit": "qPiiPqqq", "wait": "qPq", "done": "iPq", "close": "vP"}
+        self._call = {name: native.function(f"threed_io_{name}", letters) for name, letters in types.items()}
         # Buffered reads are copies, which one ring would do one after another: there threads are faster.
-        kind = {"auto": 0 if direct else 2, "io_uring": 1, "threads": 2}[backend]
-        self._engine = library.threed_io_open(kind, fd, WORKERS, DEPTH, PIECE, ctypes.byref(error))
+        kind, error = {"auto": 0 if direct else 2, "io_uring": 1, "threads": 2}[backend], ctypes.c_int(0)
+        self._engine = self._call["open"](kind, fd, WORKERS, DEPTH, PIECE, ctypes.byref(error))
         if not self._engine:
             raise OSError(-error.value, os.strerror(-error.value))
-        self.name = "io_uring" if library.threed_io_has_ring(self._engine) else "threads"
+        self.name = "io_uring" if self._call["has_ring"](self._engine) else "threads"
 
     def submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int, block: int) -> int:
-        return int(self._library.threed_io_submit(self._engine, write, fd, address, nbytes, offset, block))
+        return int(self._call["submit"](self._engine, write, fd, address, nbytes, offset, block))
 
     def wait(self, number: int) -> int:
-        return int(self._library.threed_io_wait(self._engine, number))
+        return int(self._call["wait"](self._engine, number))
 
     def done(self, number: int) -> bool:
-        return self._engine is None or bool(self._library.threed_io_done(self._engine, number))
+        return self._engine is None or bool(self._call["done"](self._engine, number))
 
     def close(self) -> None:
         engine, self._engine = self._engine, None
-        self._library.threed_io_close(engine)
-
-
-def _declare(library: ctypes.CDLL) -> None:
-    pointer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    error = ctypes.POINTER(ctypes.c_int)
-    for name, result, arguments in (
-        ("open", pointer, [flag, flag, flag, flag, number, error]),
-        ("has_ring", flag, [pointer]),
-        ("submit", number, [pointer, flag, flag, pointer, number, number, number]),
-        ("wait", number, [pointer, number]),
-        ("done", flag, [pointer, number]),
-        ("close", None, [pointer]),
-    ):
-        function = getattr(library, f"threed_io_{name}")
-        function.restype, function.argtypes = result, arguments
+        self._call["close"](engine)
 
 
 class PythonThreads:

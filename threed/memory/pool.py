@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from threed import device
+
 HUGE = 2 * 2**20
 
 
@@ -26,7 +28,7 @@ class _Registered(mmap.mmap):
 
     def __del__(self) -> None:
         if self.address:
-            torch.cuda.cudart().cudaHostUnregister(self.address)
+            device.page_unlock(self.address)
 
 
 def host_buffer(nbytes: int) -> Tensor:
@@ -44,8 +46,8 @@ def host_buffer(nbytes: int) -> Tensor:
     if whole and hasattr(mmap, "MADV_HUGEPAGE"):
         _advise(memory, mmap.MADV_HUGEPAGE, start, whole)
     buffer = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=nbytes).zero_()  # touches every page
-    if torch.cuda.is_available():
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0))
+    if device.count():
+        device.page_lock(buffer.data_ptr(), nbytes)
         memory.address = buffer.data_ptr()
     return buffer
 

@@ -1,34 +1,34 @@
 """Where a slice of the training state lives, and how it comes and goes: in memory, or in a file on an NVMe drive.
 
-    home = tier(numel, dtype)       a place for so many numbers, zeros at first; a tier is any such function
-    loan = home.fetch()             begins to bring the values
-    values = loan.wait()            [numel], to work on in place
-    loan.store()                    begins to take them back as they are now;    loan.drop() forgets what was changed
+    storage = tier(numel, dtype)    a place for so many numbers, zeros at first; a tier is any such function
+    staged = storage.fetch()        begins to read the values into a buffer
+    values = staged.wait()          [numel], to work on in place
+    staged.store()                  begins to write them back as they are now;   staged.drop() forgets what was changed
 
-In memory all of that is free: the loan is the tensor itself. On a drive values pass through constant-size, page-aligned
-buffers, read ahead and written behind: so algorithms are written once, as if everything were on its way, and memory
-does not grow with what the drive holds (ZeRO-Infinity, arXiv 2104.07857, section 6).
+In memory all of that is free: the buffer is the tensor itself. On a drive values pass through constant-size,
+page-aligned buffers, read ahead and written behind: so algorithms are written once, as if everything were on a drive,
+and memory does not grow with what the drive holds (ZeRO-Infinity, arXiv 2104.07857, section 6).
 """
 
 from __future__ import annotations
 
-import functools
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
+from threed import device as gpu
 from threed.collectives import Pending, done
+from threed.device import beside, copy_stream
 from threed.memory.io import Disk, Transfer
 from threed.memory.pool import Pool
 
 
-class Loan(Protocol):
-    """Values that are out of their home. `values` [numel] is their tensor, which `wait` says to be filled."""
+class StagedBuffer(Protocol):
+    """A copy of a storage's values to work on. `values` [numel] is its tensor, which `wait` says to be filled."""
 
     @property
     def values(self) -> Tensor: ...
@@ -40,10 +40,10 @@ class Loan(Protocol):
         """Begins to put the values back. The tensor that `wait` gave may not be touched any more."""
 
     def drop(self) -> None:
-        """Ends the loan; what is at home stays as it was."""
+        """Gives the buffer back; the storage stays as it was."""
 
 
-class Home(Protocol):
+class Storage(Protocol):
     """A place for values of one length and dtype."""
 
     @property
@@ -51,21 +51,21 @@ class Home(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where a loan's values are."""
+        """Where a staged buffer's values are."""
 
-    def fetch(self) -> Loan:
+    def fetch(self) -> StagedBuffer:
         """Begins to bring the values."""
 
-    def blank(self) -> Loan:
-        """A loan to be written in full: its values are undefined."""
+    def empty(self) -> StagedBuffer:
+        """A staged buffer to be written in full: its values are undefined."""
 
 
-Tier = Callable[[int, torch.dtype], Home]
+Tier = Callable[[int, torch.dtype], Storage]
 
 
 @dataclass(eq=False)
 class InMemory:
-    """A tensor that is always there: its own home, and its own loan."""
+    """A tensor that is always there: its own storage, and its own staged buffer."""
 
     tensor: Tensor
 
@@ -84,27 +84,27 @@ class InMemory:
     def fetch(self) -> InMemory:
         return self
 
-    def blank(self) -> InMemory:
+    def empty(self) -> InMemory:
         return self
 
     def wait(self) -> Tensor:
         return self.tensor
 
     def store(self) -> None:
-        """Nothing: the values are at home."""
+        """Nothing: the values are in the storage."""
 
     def drop(self) -> None:
         """Nothing to give back."""
 
 
 def memory_tier(device: torch.device) -> Tier:
-    """Homes in the memory of a device; host memory beside a GPU is page-locked, so that copies run by themselves."""
-    pinned = device.type == "cpu" and torch.cuda.is_available()
+    """Storages in the memory of a device; host memory beside a GPU is page-locked, so that copies run by themselves."""
+    pinned = device.type == "cpu" and gpu.count() > 0
 
-    def home(numel: int, dtype: torch.dtype) -> InMemory:
+    def storage(numel: int, dtype: torch.dtype) -> InMemory:
         return InMemory(torch.zeros(numel, dtype=dtype, device=device, pin_memory=pinned))
 
-    return home
+    return storage
 
 
 def start_copy(values: Tensor, device: torch.device) -> Pending:
@@ -129,30 +129,16 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
     return Pending(finish)
 
 
-@contextmanager
-def beside(stream: torch.cuda.Stream) -> Iterator[None]:
-    """What a GPU is told in here comes after what it was told before, and runs beside what it is told later, which has
-    to wait for it where it uses it. So memory of this stream may be let go once its last use was told."""
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        yield
-
-
-@functools.cache
-def copy_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
-    """The stream of copies between the host and a GPU, one for each direction."""
-    return torch.cuda.Stream(device)
-
-
 class Drive:
-    """Homes in a swap file, and `count` buffers of `nbytes` for what is on its way. Call it for a home, as a tier.
+    """Storages in a swap file, and `count` buffers of `nbytes` for staged values. Call it for a storage, as a tier.
 
     Size and number may be set until the first buffer is lent. idle: how many of them nobody needs between updates.
     """
 
     def __init__(self, disk: Disk, nbytes: int = 0, count: int = 1) -> None:
         self.disk, self.nbytes, self.count, self.idle = disk, nbytes, count, 0
-        self.make_room: Callable[[], None] = lambda: None  # asked to end loans when all buffers are in use
+        self.device = torch.device("cpu")  # of the buffers
+        self.make_room: Callable[[], None] = lambda: None  # asked to give buffers back when all are in use
         self._pool: Pool | None = None
         self._writing: deque[tuple[Transfer, Tensor]] = deque()
 
@@ -199,10 +185,11 @@ class Drive:
 
 
 class DriveOnPaper(Drive):
-    """A drive that holds nothing: what would be there can be counted, and every loan is one and the same tensor."""
+    """A drive that holds nothing: what would be there can be counted; all staged buffers are one tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(cast(Disk, self))
+        self.device = device
         self._buffer: Tensor | None = None
 
     def reserve(self, nbytes: int) -> int:
@@ -211,7 +198,7 @@ class DriveOnPaper(Drive):
 
     def take(self) -> Tensor:
         if self._buffer is None:
-            self._buffer = torch.empty(self.nbytes, dtype=torch.uint8)
+            self._buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         return self._buffer
 
     def give(self, buffer: Tensor) -> None:
@@ -228,38 +215,38 @@ class DriveOnPaper(Drive):
 
 
 class OnDrive:
-    """A home in a swap file: a region of its own."""
+    """A storage in a swap file: a region of its own."""
 
     def __init__(self, drive: Drive, numel: int, dtype: torch.dtype) -> None:
-        self.drive, self.device = drive, torch.device("cpu")
+        self.drive, self.device = drive, drive.device
         self.hold(numel, dtype)
         self.offset = drive.disk.reserve(self.nbytes)
         self.writing: Transfer | None = None
-        self.loans = 0  # that are out
+        self.buffers = 0  # that are out
 
     def hold(self, numel: int, dtype: torch.dtype) -> None:
         """Other values from now on, which must fit into the region."""
         self.dtype, self.nbytes = dtype, numel * dtype.itemsize
 
-    def fetch(self) -> _OnTheWay:
+    def fetch(self) -> _DriveBuffer:
         if self.writing is not None:  # what is read now must have been written
             self.writing.wait()
             self.writing = None
         buffer = self.drive.take()
         values = buffer[: self.nbytes].view(self.dtype)
-        return _OnTheWay(self, buffer, values, self.drive.disk.read(self.offset, values))
+        return _DriveBuffer(self, buffer, values, self.drive.disk.read(self.offset, values))
 
-    def blank(self) -> _OnTheWay:
+    def empty(self) -> _DriveBuffer:
         buffer = self.drive.take()
-        return _OnTheWay(self, buffer, buffer[: self.nbytes].view(self.dtype), None)
+        return _DriveBuffer(self, buffer, buffer[: self.nbytes].view(self.dtype), None)
 
 
-class _OnTheWay:
-    """Values of a home on a drive, in a buffer."""
+class _DriveBuffer:
+    """Values of a storage on a drive, in a buffer."""
 
-    def __init__(self, home: OnDrive, buffer: Tensor, values: Tensor, reading: Transfer | None) -> None:
-        self.home, self._buffer, self.values, self._reading = home, buffer, values, reading
-        home.loans += 1
+    def __init__(self, storage: OnDrive, buffer: Tensor, values: Tensor, reading: Transfer | None) -> None:
+        self.storage, self._buffer, self.values, self._reading = storage, buffer, values, reading
+        storage.buffers += 1
 
     def wait(self) -> Tensor:
         if self._reading is not None:
@@ -268,23 +255,23 @@ class _OnTheWay:
         return self.values
 
     def store(self) -> None:
-        home = self.home
-        home.loans -= 1
+        storage = self.storage
+        storage.buffers -= 1
         try:
             values = self.wait()
-            if home.loans:  # it was read before this is written, and would be used, or stored, as if it were new
-                raise RuntimeError("values were borrowed twice, and the second loan is older than what is stored now")
-            if home.writing is not None:  # two writes of one region must not overtake each other
-                home.writing.wait()
-            home.writing = home.drive.disk.write(home.offset, values)
+            if storage.buffers:  # it was read before this is written, and would be used, or stored, as if it were new
+                raise RuntimeError("values were borrowed twice, and the second buffer is older than what is stored now")
+            if storage.writing is not None:  # two writes of one region must not overtake each other
+                storage.writing.wait()
+            storage.writing = storage.drive.disk.write(storage.offset, values)
         except BaseException:
-            home.drive.give(self._buffer)
+            storage.drive.give(self._buffer)
             raise
-        home.drive.give_after(home.writing, self._buffer)
+        storage.drive.give_after(storage.writing, self._buffer)
 
     def drop(self) -> None:
-        self.home.loans -= 1
+        self.storage.buffers -= 1
         try:
             self.wait()
         finally:
-            self.home.drive.give(self._buffer)
+            self.storage.drive.give(self._buffer)

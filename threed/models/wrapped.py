@@ -159,7 +159,7 @@ class Wrapped(nn.Module):
         return {name: param.detach() for name, param in found}
 
     def _initialised(self, plan: nn.Module, seed: int, name: str) -> nn.Module:
-        """Gives a module on the meta device memory and initial values, the same for a name and seed on every rank."""
+        """Returns a module on the meta device memory and initial values, the same for a name and seed on every rank."""
         for module in plan.modules():
             for key, param in module._parameters.items():
                 if param is not None:

@@ -8,7 +8,7 @@ two figure functions also stand alone; the ending of `out` picks the format (.sv
 without it they say so, return False, and training does not notice. The same data give the same SVG, byte for byte.
 
 `memory` is a list with one record a rank, in bytes:
-    {"rank": 1, "label": "pp0 dp0 tp1", "measured": peak, "baseline": peak before the model was built,
+    {"rank": 1, "label": "pp0 dp0 tp1", "measured": the peak of live tensors in a step, "step": which one,
      "predicted": {"parameters", "gradients", "optimizer", "activations", "buffers"}}
 """
 
@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from threed.atomic import building
 from threed.monitor import metrics
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -93,27 +93,25 @@ def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
 
 
 def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> bool:
-    """Per rank, the predicted bytes stacked by what they hold, beside the measured peak above the baseline.
+    """Per rank, the predicted bytes stacked by what they hold, beside the most that tensors had in a measured step.
 
-    The baseline (Python, torch and the communication libraries, before the model was built) is subtracted from the
-    measured peak and named below the axis, because no prediction of tensors covers it; so is what is kept elsewhere.
-    Returns whether the picture was drawn.
+    Both are of tensors: Python, torch and the communication libraries are in neither. What is kept elsewhere is named
+    below the axis. Returns whether the picture was drawn.
     """
     if not ranks:
         note("memory figure: no ranks were recorded")
         return False
-    unit, name = _unit(max(max(_predicted(rank), _grown(rank)) for rank in ranks))
+    unit, name = _unit(max(max(_predicted(rank), rank["measured"]) for rank in ranks))
 
     def draw(axes: Any) -> None:
         _stacks(axes, ranks, unit)
-        right, grown = [i + 0.2 for i in range(len(ranks))], [_grown(rank) / unit for rank in ranks]
-        axes.bar(right, grown, 0.36, color="#bbbbbb", hatch="///", edgecolor="white", linewidth=0, label="measured")
+        right, measured = [i + 0.2 for i in range(len(ranks))], [rank["measured"] / unit for rank in ranks]
+        axes.bar(right, measured, 0.36, color="#bbbbbb", hatch="///", edgecolor="white", linewidth=0, label="measured")
         _rank_ticks(axes, ranks)
         axes.set_ylabel(f"{name} per rank")
         away = [rank["predicted"].get("offloaded", 0) for rank in ranks]
         colours = f"colours: predicted, without {_span(away)} offloaded\n" if any(away) else "colours: predicted; "
-        before = f"{_span([rank['baseline'] for rank in ranks])}, the process before the model was built"
-        axes.set_xlabel(f"{colours}grey: measured peak above {before}", color=_GREY, fontsize=9)
+        axes.set_xlabel(f"{colours}grey: the peak of live tensors in step {ranks[0]['step']}", color=_GREY, fontsize=9)
         axes.grid(axis="y")
         axes.figure.legend(loc="outside upper left", frameon=False, ncols=6, fontsize=9, columnspacing=1.4)
 
@@ -145,10 +143,6 @@ def _predicted(rank: Row) -> float:
     return float(sum(rank["predicted"].get(part, 0) for part in PARTS))
 
 
-def _grown(rank: Row) -> float:
-    return float(max(rank["measured"] - rank["baseline"], 0))
-
-
 def _span(sizes: Sequence[float]) -> str:
     """From the smallest to the largest of some bytes."""
     low, high = min(sizes), max(sizes)
@@ -163,7 +157,7 @@ def _unit(largest: float) -> tuple[float, str]:
 
 
 def _figure(draw: Callable[[Any], None], out: str | Path, size: tuple[float, float], note: Note) -> bool:
-    """Draw on one pair of axes and save; without pyplot, so no window system and no global state is touched."""
+    """RngState on one pair of axes and saves; without pyplot, so no window system and no global state is touched."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -180,17 +174,15 @@ def _figure(draw: Callable[[Any], None], out: str | Path, size: tuple[float, flo
 
 
 def save_figure_data(run_dir: str | Path, **data: Any) -> Path:
-    """Keep what figures need beyond metrics.jsonl, in <run_dir>/figures/data.json; names already there are replaced.
+    """Keeps what figures need beyond metrics.jsonl, in <run_dir>/figures/data.json; names already there are replaced.
 
     Names read by `report`: uniform_entropy, unigram_entropy (nats per token), memory (see above). Values must be plain
     JSON.
     """
     path = Path(run_dir) / "figures" / "data.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(load_figure_data(run_dir) | data, indent=1, allow_nan=False)
-    temporary = path.with_name("data.json.tmp")
-    temporary.write_text(text + "\n")
-    os.replace(temporary, path)
+    with building(path) as (scratch,):
+        scratch.write_text(text + "\n")
     return path
 
 
@@ -201,7 +193,7 @@ def load_figure_data(run_dir: str | Path) -> dict[str, Any]:
 
 
 def report(run_dir: str | Path, note: Note = print) -> list[Path]:
-    """Draw the figures of a run folder again from its files; returns the paths of those drawn.
+    """RngState the figures of a run folder again from its files; returns the paths of those drawn.
 
     Raises FileNotFoundError if `run_dir` holds no metrics.jsonl, and ValueError if that file is damaged.
     """

@@ -2,11 +2,15 @@
 
     heart = Heartbeat("runs/demo/heartbeat", rank)
     heart.beat(step=41, phase="recv_forward")           # a few microseconds: call it at every phase
-    slowest("runs/demo/heartbeat", world_size=8)         # 'rank 3 last seen step 41, phase recv_forward, 12.3 s ago'
+    culprit("runs/demo/heartbeat", rank, world_size=8)   # 'rank 3 last seen step 41, phase recv_forward, 12.3 s ago'
 
 When one rank stalls, the healthy ranks time out first, and the launcher names one of them as the root cause. These
 files tell who really stopped: a rank whose process is gone, else the one whose last beat has the lowest step, and among
 equals the oldest time.
+
+On a failure every rank asks at once. Only rank 0 reads all files. Each other rank reads that of the next rank on its
+machine, whose process nobody elsewhere can look for, and goes on while those it reads of have ended. So every rank that
+died is named by one that lives, rank 0 too, and a world of n ranks reads less than 2 n files, not n each.
 
 A beat overwrites a record of fixed size in place, with one pwrite on an open file: no rename, no truncation, no fsync.
 A reader can catch it half written (seen on ext4: new first bytes, old last ones), so the record carries a CRC, and the
@@ -17,6 +21,7 @@ later); on one machine at once.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -65,6 +70,20 @@ def read_all(folder: str | Path) -> list[dict[str, Any]]:
     return sorted((beat for beat in beats if beat is not None), key=lambda beat: int(beat["rank"]))
 
 
+def culprit(folder: str | Path, rank: int, world_size: int) -> str:
+    """One line of what this rank knows about who stopped; empty where that is nothing.
+
+    Which ranks share its machine torchrun says, by LOCAL_RANK and LOCAL_WORLD_SIZE; by default all do.
+    """
+    if rank == 0:
+        return slowest(folder, world_size)
+    place, count = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    others = (rank - place + (place + n) % count for n in range(1, count))
+    beats = (_read(Path(folder) / f"rank-{other}.json") for other in others)
+    gone = itertools.takewhile(lambda beat: beat is not None and _is_gone(beat), beats)
+    return "; ".join(_describe(beat, time.time(), gone=True) for beat in gone if beat is not None)
+
+
 def slowest(folder: str | Path, world_size: int | None = None, now: float | None = None) -> str:
     """One line naming the rank that is furthest behind.
 
@@ -79,17 +98,23 @@ def slowest(folder: str | Path, world_size: int | None = None, now: float | None
             return f"never seen: rank {', '.join(map(str, missing))} (no heartbeat in {folder})"
     if not beats:
         return f"no heartbeat in {folder}"
-    gone = [beat for beat in beats if beat.get("host") == platform.node() and _has_ended(beat["pid"])]
+    gone = [beat for beat in beats if _is_gone(beat)]
     last = min(gone or beats, key=lambda beat: (beat["step"], beat["time"]))
-    age = (time.time() if now is None else now) - last["time"]
-    who = f"rank {last['rank']}, whose process has ended," if gone else f"rank {last['rank']}"
-    return f"{who} last seen step {last['step']}, phase {last['phase']}, {age:.1f} s ago"
+    return _describe(last, time.time() if now is None else now, gone=bool(gone))
 
 
-def _has_ended(pid: int) -> bool:
-    """Whether a process of this machine is no more; one that its parent has not asked after yet is not, either."""
+def _describe(beat: dict[str, Any], now: float, gone: bool) -> str:
+    who = f"rank {beat['rank']}, whose process has ended," if gone else f"rank {beat['rank']}"
+    return f"{who} last seen step {beat['step']}, phase {beat['phase']}, {now - beat['time']:.1f} s ago"
+
+
+def _is_gone(beat: dict[str, Any]) -> bool:
+    """Whether it is of this machine, and its process no more; one that its parent has not asked after yet is not,
+    either."""
+    if beat.get("host") != platform.node():
+        return False
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
+        status = Path(f"/proc/{beat['pid']}/stat").read_text()
     except FileNotFoundError:
         return Path("/proc/self").exists()  # else there is nothing to learn here
     return status.rpartition(")")[2].split()[0] in "ZX"

@@ -15,7 +15,7 @@ import re
 
 PHASES = ("data_s", "fwd_bwd_s", "dp_comm_s", "optim_s", "ckpt_s")
 
-# Dense bf16 tensor-core peak in TFLOP/s, by the name torch.cuda.get_device_name gives; the first match counts. From the
+# Dense bf16 tensor-core peak in TFLOP/s, by the name that `device.name` gives; the first match counts. From the
 # makers' data sheets. NVIDIA's mostly state the figure "with sparsity": that is twice the dense one.
 _PEAKS: tuple[tuple[str, float], ...] = (
     (r"\bGB200\b", 2500.0),  # GB200 NVL72 data sheet: 360 PFLOP/s sparse for 72 GPUs

@@ -26,6 +26,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from threed.atomic import building
+
 NON_FINITE = "non_finite"
 
 
@@ -74,7 +76,7 @@ class MetricsFile:
         self._fd = _open_mended(self.path)
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Add one row; raises OSError (such as a full disk) after taking back what was written of it."""
+        """Adds one row; raises OSError (such as a full disk) after taking back what was written of it."""
         rest = memoryview(encode(row).encode() + b"\n")
         end = os.fstat(self._fd).st_size
         try:
@@ -85,7 +87,7 @@ class MetricsFile:
             raise
 
     def truncate_after(self, step: int) -> int:
-        """Drop the rows of later steps, and lines that cannot be read; atomic; returns how many lines went."""
+        """Drops the rows of later steps, and lines that cannot be read; atomic; returns how many lines went."""
         lines = [line for line in self.path.read_bytes().split(b"\n") if line]
         kept = [line for line in lines if _belongs(line, step)]
         if len(kept) < len(lines):
@@ -93,17 +95,13 @@ class MetricsFile:
         return len(lines) - len(kept)
 
     def _replace(self, content: bytes) -> None:
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        with building(self.path) as (scratch,):
+            scratch.write_bytes(content)
         os.close(self._fd)
         self._fd = _open_mended(self.path)
 
     def close(self) -> None:
-        """Close the file; closing twice is allowed."""
+        """Closes the file; closing twice is allowed."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

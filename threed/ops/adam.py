@@ -11,17 +11,16 @@ host; native code gets their addresses.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from threed import native
-from threed.ops.update import Moment, needs_reference
+from threed.ops.update import StepScalars, needs_reference
 
 # As in csrc/cpu/number.h.
 FORMATS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}
@@ -35,10 +34,10 @@ class Adam:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    parts: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def update(
-        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float, out: Tensor | None = None
+        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, decay: float, out: Tensor | None = None
     ) -> None:
         """One update in place, by the fastest kernel there is."""
         if p.device.type == "cpu" and p.dtype in STATES and _kernel() is not None:
@@ -51,7 +50,7 @@ class Adam:
             out.copy_(p)
 
 
-def reference(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: Moment, adam: Adam, decay: float) -> None:
+def reference(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: StepScalars, adam: Adam, decay: float) -> None:
     """One update of p, m and v [n] in place from the gradient g [n], by the formulas of the paper."""
     g = g.to(p.dtype) * now.scale.to(p.dtype)
     lr, t = now.lr.to(p.dtype), now.step.double()
@@ -64,7 +63,7 @@ def reference(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: Moment, adam: Ada
         old.copy_(torch.where(go, new, old))
 
 
-def adamw_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: Moment, adam: Adam, decay: float) -> None:
+def adamw_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: StepScalars, adam: Adam, decay: float) -> None:
     """The same update by torch's fused kernel: one pass over p, m, v [n] (fp32 or fp64) and g [n]."""
     if g.dtype != p.dtype:
         g = g.to(p.dtype)
@@ -88,19 +87,9 @@ def _on_host(number: Tensor) -> Tensor:
     return number if number.dtype == torch.float64 and number.device.type == "cpu" else number.to("cpu", torch.float64)
 
 
-@functools.cache
-def _kernel() -> Callable[..., int] | None:
-    """`threed_adamw` of csrc/cpu/adam.cpp, with its types; None without the library."""
-    library = native.library("cpu")
-    if library is None:
-        return None
-    pointer, number, integer = ctypes.c_void_p, ctypes.c_double, ctypes.c_int
-    kernel = library.threed_adamw
-    kernel.restype = integer
-    kernel.argtypes = (
-        *(pointer,) * 5, ctypes.c_int64, *(integer,) * 3, *(pointer,) * 4, *(number,) * 4, integer, ctypes.c_char_p
-    )  # fmt: skip
-    return kernel
+def _kernel() -> Any:
+    """`threed_adamw` of csrc/cpu/adam.cpp; None without the library."""
+    return native.function("threed_adamw", "iPPPPPqiiiPPPPddddis")
 
 
 def call_native(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from threed.ops.update import Moment, needs_reference
+from threed.ops.update import StepScalars, needs_reference
 
 CHUNK = 2**18  # elements worked on at a time on a CPU: the direction stays in the cache, and has no size of its own
 
@@ -24,10 +24,10 @@ class Lion:
 
     beta1: float = 0.9
     beta2: float = 0.99
-    parts: tuple[str, ...] = ("exp_avg",)
+    state_names: tuple[str, ...] = ("exp_avg",)
 
     def update(
-        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float, out: Tensor | None = None
+        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, decay: float, out: Tensor | None = None
     ) -> None:
         """One update in place, by the fused kernel."""
         if needs_reference(p):
@@ -40,14 +40,14 @@ class Lion:
             out.copy_(p)
 
 
-def _update(p: Tensor, g: Tensor, m: Tensor, now: Moment, lion: Lion, decay: float) -> None:
+def _update(p: Tensor, g: Tensor, m: Tensor, now: StepScalars, lion: Lion, decay: float) -> None:
     g = g.mul_(now.scale.to(p.dtype)) if g.dtype == p.dtype else g.to(p.dtype).mul_(now.scale.to(p.dtype))
     direction = torch.lerp(m, g, 1 - lion.beta1).sign_()
     _sgd_(m, g, 1 - lion.beta2, now, decay=1.0, maximize=True)  # m - (1 - beta2) (m - g)
     _sgd_(p, direction, now.lr.to(p.dtype), now, decay=decay, maximize=False)
 
 
-def _sgd_(x: Tensor, g: Tensor, lr: float | Tensor, now: Moment, *, decay: float, maximize: bool) -> None:
+def _sgd_(x: Tensor, g: Tensor, lr: float | Tensor, now: StepScalars, *, decay: float, maximize: bool) -> None:
     """x - lr (g + decay x), with -g for g to maximize; nothing where the step is skipped."""
     step = torch.ops.aten._fused_sgd_.tensor_lr if isinstance(lr, Tensor) else torch.ops.aten._fused_sgd_.default
     step(
@@ -56,7 +56,7 @@ def _sgd_(x: Tensor, g: Tensor, lr: float | Tensor, now: Moment, *, decay: float
     )  # fmt: skip
 
 
-def reference(p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, lion: Lion, decay: float) -> None:
+def reference(p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, lion: Lion, decay: float) -> None:
     """The same update in plain operations."""
     (m,), lr = state, now.lr.to(p.dtype)
     go = now.skip == 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from threed.ops.update import Moment, needs_reference
+from threed.ops.update import StepScalars, needs_reference
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class SGD:
     nesterov: bool = False
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         """The momentum buffer, if there is momentum."""
         return ("momentum_buffer",) if self.momentum else ()
 
     def update(
-        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float, out: Tensor | None = None
+        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, decay: float, out: Tensor | None = None
     ) -> None:
         """One update in place, by the fused kernel."""
         if needs_reference(p):
@@ -38,7 +38,7 @@ class SGD:
             out.copy_(p)
 
 
-def _fused(p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, sgd: SGD, decay: float) -> None:
+def _fused(p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, sgd: SGD, decay: float) -> None:
     if g.dtype != p.dtype:
         g = g.to(p.dtype)
     scale, lr = None, now.lr
@@ -53,7 +53,7 @@ def _fused(p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, sgd: SGD,
     )  # fmt: skip
 
 
-def reference(p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, sgd: SGD, decay: float) -> None:
+def reference(p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, sgd: SGD, decay: float) -> None:
     """The same update in plain operations."""
     go = now.skip == 0
     g = g.to(p.dtype) * now.scale.to(p.dtype) + decay * p

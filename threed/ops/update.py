@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Moment:
+class StepScalars:
     """What changes from step to step, as scalar tensors.
 
     lr: learning rate. step: this update's number, from 1. scale: what the gradient is multiplied by (clipping, loss
@@ -28,10 +28,10 @@ class Rule(Protocol):
     """An update rule, with its constants. parts: the names of what it keeps beside the weights, element by element."""
 
     @property
-    def parts(self) -> tuple[str, ...]: ...
+    def state_names(self) -> tuple[str, ...]: ...
 
     def update(
-        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: Moment, decay: float, out: Tensor | None = None
+        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, decay: float, out: Tensor | None = None
     ) -> None:
         """One update of p [n] and its state, in place, from the gradient g [n] (used up).
 

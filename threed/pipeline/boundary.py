@@ -99,7 +99,7 @@ class Form:
             tuple(keys) if isinstance(keys, list) else keys, tuple(map(tuple, shapes)), dtypes, tuple(grads)
         )  # fmt: skip
 
-    def blank(self, device: torch.device, gradients: bool = False) -> list[Tensor]:
+    def empty(self, device: torch.device, gradients: bool = False) -> list[Tensor]:
         """Tensors to receive such a value into, or the gradients of one."""
         wanted = [n for n, grad in enumerate(self.grads) if grad or not gradients]
         return [torch.empty(self.shapes[n], dtype=self.dtypes[n], device=device) for n in wanted]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from threed.collectives import Pending
+from threed.device import current_stream
 from threed.layers.slicing import MicroBatch
 from threed.pipeline.boundary import Form, signature, tensors
 from threed.pipeline.stage import Stage
@@ -126,7 +127,7 @@ class Executor:
     def _let_device_end(self) -> None:
         """Where spans are wanted of a GPU, waits for what it computes; not for receives, which others may wait for."""
         if self.spans is not None and self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+            current_stream(self.device).synchronize()
 
     def _give(self, send: Kind, receive: Kind, action: Action, value: Any) -> None:
         """Leaves a result for the send that follows, or for the next stage if that is on this rank."""
@@ -169,7 +170,7 @@ class Executor:
         backward = action.kind is Kind.RECV_B
         if not backward and self._key("in", action) not in self._forms:
             self._remember("in", action, self._receive_form(source[0]))
-        blank = self._form("out" if backward else "in", action).blank(self.device, gradients=backward)
+        blank = self._form("out" if backward else "in", action).empty(self.device, gradients=backward)
         key = (action.kind, action.microbatch, action.chunk)
         self._arriving[key] = [self.transport.receive(out, source[0], self.rank) for out in blank]
 

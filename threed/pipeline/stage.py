@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from threed.layers.recompute import Draws
+from threed.layers.recompute import RngState
 from threed.layers.slicing import MicroBatch
+from threed.pipeline.activation_checkpointing import FETCH_AHEAD, GATHER_AHEAD, Recomputed, SavedInput
 from threed.pipeline.boundary import gradients_of, like, tensors
-from threed.pipeline.checkpoints import BRING_AHEAD, FETCH_AHEAD, Kept, Recomputed
 from threed.schedules.window import first_units, walk
 
 
-class Gatherer(Protocol):
+class ParameterGatherer(Protocol):
     """Makes parameters whole before they are used."""
 
     def start(self, unit: int) -> None:
@@ -41,7 +41,7 @@ class Gatherer(Protocol):
         """They are not needed any more, for now."""
 
 
-class Whole:
+class AlwaysWhole:
     """The gatherer of parameters that always are, or that look after themselves."""
 
     def start(self, unit: int) -> None:
@@ -69,10 +69,10 @@ class Again:
     """What a layer's forward needs to run again: its kept inputs (none on the model's first layer), how they are
     arranged and which get a gradient."""
 
-    kept: tuple[Kept, ...]
+    kept: tuple[SavedInput, ...]
     arranged: Any
     grads: tuple[bool, ...]
-    draws: Draws
+    draws: RngState
     micro: MicroBatch
 
 
@@ -88,13 +88,13 @@ class Stage:
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], gatherer: Gatherer, prefetch: int = 1, first: int = 0,
+        self, layers: Sequence[nn.Module], gatherer: ParameterGatherer, prefetch: int = 1, first: int = 0,
         recomputed: Recomputed | None = None,
     ) -> None:  # fmt: skip
         self.layers, self.gatherer, self.prefetch, self.first = layers, gatherer, prefetch, first
         self.recomputed = recomputed or Recomputed()
         self._units = range(first, first + len(layers))
-        self._again = frozenset() if self.recomputed.keeper is None else self.recomputed.units
+        self._again = frozenset() if self.recomputed.store is None else self.recomputed.units & set(self._units)
         self._trained = {unit for unit in self._again if any(p.requires_grad for p in self._layer(unit).parameters())}
         reads = [getattr(layer, "backward_reads_weights", True) for layer in layers]
         reading = [unit for unit, own in zip(self._units, reads, strict=True) if own or unit in self.recomputed.units]
@@ -165,9 +165,9 @@ class Stage:
 
     def _run_to_recompute(self, unit: int, x: Any, micro: MicroBatch) -> tuple[Any, Frame]:
         """One layer without a graph; the tensors of y say whether they might have had one."""
-        keeper = self.recomputed.keeper
-        assert keeper is not None
-        draws, given = Draws(keeper.device), tensors(x)
+        store = self.recomputed.store
+        assert store is not None
+        draws, given = RngState(store.device), tensors(x)
         versions = [part._version for part in given]
         with torch.no_grad():
             y = self._layer(unit)(x, micro)
@@ -180,7 +180,7 @@ class Stage:
                 f"layer {unit} ({type(self._layer(unit)).__name__}) changed its input in place, from which it is to be"
                 " computed again: change a copy (x = x * 2, not x.mul_(2)), or set the layer's `recomputable = False`"
             )
-        kept = keeper.keep_all(given)
+        kept = store.save_all(given)
         handed_on = like(y, [part.detach().requires_grad_(part.is_floating_point()) for part in parts])
         return handed_on, Frame(again=Again(kept, like(x, [None] * len(given)), grads, draws, micro))
 
@@ -221,12 +221,12 @@ class Stage:
         self, unit: int, frame: Frame, before: list[Frame]
     ) -> Iterator[tuple[Any, tuple[GradientEdge | None, ...]]]:
         """The layer's input, and the edges into its graph, which is made now if its forward made none."""
-        again, keeper = frame.again, self.recomputed.keeper
-        if again is None or keeper is None:
+        again, store = frame.again, self.recomputed.store
+        if again is None or store is None:
             yield frame.x, frame.edges
             return
         try:
-            given = [keeper.take(one).requires_grad_(g) for one, g in zip(again.kept, again.grads, strict=True)]
+            given = [store.get(one).requires_grad_(g) for one, g in zip(again.kept, again.grads, strict=True)]
             x = like(again.arranged, given)
             self._bring_ahead(before)
             with torch.enable_grad(), again.draws.again():
@@ -236,21 +236,21 @@ class Stage:
             yield x, edges
         finally:
             for one in again.kept:
-                keeper.drop(one)
+                store.release(one)
 
     def _bring_ahead(self, frames: list[Frame]) -> None:
         """Begins to bring back the inputs that are needed next, in the same order on all tensor ranks."""
-        keeper = self.recomputed.keeper
-        if keeper is None:
+        store = self.recomputed.store
+        if store is None:
             return
         kept = [one for frame in reversed(frames) if frame.again is not None for one in frame.again.kept]
         for one in kept[:FETCH_AHEAD]:
-            keeper.fetch(one)
-        for one in kept[:BRING_AHEAD]:
-            keeper.bring(one)
+            store.fetch(one)
+        for one in kept[:GATHER_AHEAD]:
+            store.prefetch(one)
 
     def _drop(self, frames: list[Frame]) -> None:
         kept = [one for frame in frames if frame.again is not None for one in frame.again.kept]
-        if self.recomputed.keeper is not None:
+        if self.recomputed.store is not None:
             for one in kept:
-                self.recomputed.keeper.drop(one)
+                self.recomputed.store.release(one)

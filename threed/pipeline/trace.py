@@ -24,9 +24,9 @@ from torch.utils.flop_counter import flop_registry
 
 from threed.layers.recompute import Selective
 from threed.layers.slicing import MicroBatch
+from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, gradients_of, tensors
-from threed.pipeline.checkpoints import Recomputed
-from threed.pipeline.stage import Stage, Whole
+from threed.pipeline.stage import AlwaysWhole, Stage
 
 META = torch.device("meta")
 
@@ -62,10 +62,11 @@ class TraceError(ValueError):
 class Watch(TorchDispatchMode):
     """While entered, counts FLOPs, and the bytes of the storages that operations make; `most`: at the worst moment."""
 
-    def __init__(self, ignored: Iterable[Tensor]) -> None:
+    def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._seen: dict[int, StorageWeakRef] = {}
+        self._bound = 0  # no less than the bytes that are alive
         self.flops = self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,16 +74,18 @@ class Watch(TorchDispatchMode):
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=out)
         self.look_at((args, out))
-        self.most = max(self.most, self.bytes())
         return out
 
     def look_at(self, values: Any) -> None:
-        """Takes notice of storages; tensors among arguments or results are in lists at most."""
+        """Counts storages that were not seen before; tensors among arguments or results are in lists at most."""
         if isinstance(values, Tensor):
             storage = values.untyped_storage()
             known = self._seen.get(storage._cdata)
             if (known is None or known.expired()) and storage._cdata not in self._ignored:
                 self._seen[storage._cdata] = StorageWeakRef(storage)
+                self._bound += storage.nbytes()
+                if self._bound > self.most:  # only then is it worth while to see what has gone meanwhile
+                    self.most = max(self.most, self.bytes())
         elif isinstance(values, list | tuple):
             for value in values:
                 self.look_at(value)
@@ -90,7 +93,9 @@ class Watch(TorchDispatchMode):
     def bytes(self) -> int:
         """Bytes that are alive."""
         self._seen = {key: ref for key, ref in self._seen.items() if not ref.expired()}
-        return sum(torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes() for ref in self._seen.values())
+        found = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._seen.values())
+        self._bound = sum(storage.nbytes() for storage in found if storage is not None)
+        return self._bound
 
     def begin(self) -> int:
         """Looks for the worst moment from now on; gives the bytes that are alive now."""
@@ -185,7 +190,7 @@ class Tracer:
         """Runs a copy of the layer, so that what it remembers of this is forgotten."""
         traced = copy.deepcopy(layer)
         given = [*self._weights(traced), *vars(self.micro).values(), *(self.micro.inputs or {}).values()]
-        stage = Stage([traced], Whole(), recomputed=_again(recomputed, traced))
+        stage = Stage([traced], AlwaysWhole(), recomputed=_again(recomputed, traced))
         before = Counter(self.traffic)
         try:
             with Watch(value for value in given if isinstance(value, Tensor)) as watch, _Fused(watch):
@@ -197,7 +202,7 @@ class Tracer:
             self.traffic.update(before)
 
     def _weights(self, layer: nn.Module) -> Iterator[Tensor]:
-        """Gives a layer parameters and buffers on the meta device, as a stage has them."""
+        """Returns a layer parameters and buffers on the meta device, as a stage has them."""
         made: dict[int, nn.Parameter] = {}
         for module in layer.modules():
             for name, param in module._parameters.items():
@@ -229,7 +234,7 @@ def _again(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None
 
 def _measure(stage: Stage, form: Form | None, micro: MicroBatch, watch: Watch) -> tuple[LayerCost, Form | None]:
     """One forward and one backward."""
-    x = None if form is None else form.value(form.blank(META, gradients=False))
+    x = None if form is None else form.value(form.empty(META, gradients=False))
     watch.look_at(tensors(x))
     size, came = watch.begin(), [StorageWeakRef(part.untyped_storage()) for part in tensors(x)]
     y = stage.forward(0, x, micro)
@@ -240,7 +245,7 @@ def _measure(stage: Stage, form: Form | None, micro: MicroBatch, watch: Watch) -
     del x, y
     keeps_input, keeps_output = _any_alive(came), _any_alive(made.values())
     kept = watch.begin() - size * keeps_input - nbytes * keeps_output
-    dy = None if last else output.gradients(output.blank(META, gradients=True))
+    dy = None if last else output.gradients(output.empty(META, gradients=True))
     watch.look_at(gradients_of(dy, len(output.shapes)))
     watch.begin()
     stage.backward(0, dy)

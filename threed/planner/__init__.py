@@ -10,7 +10,7 @@ from __future__ import annotations
 from threed.planner.cut import Cut, Tie, partition
 from threed.planner.gathering import Gathering, gathering
 from threed.planner.grid import Grid
-from threed.planner.memory import drive_buffers, optimizer_bytes, regime, update_loans
+from threed.planner.memory import drive_buffers, optimizer_bytes, regime, update_buffers
 from threed.planner.partition import balanced, explicit, uniform
 
 __all__ = [
@@ -26,5 +26,5 @@ __all__ = [
     "partition",
     "regime",
     "uniform",
-    "update_loans",
+    "update_buffers",
 ]

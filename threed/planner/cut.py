@@ -8,8 +8,9 @@ cut.ties(names)                     # the parameters that several ranks hold
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from threed.planner.partition import balanced, explicit, uniform
 from threed.schedules.action import Plan
@@ -62,6 +63,12 @@ class Cut:
         """The (rank, chunk) that ends it."""
         return self.locate(len(self.ranges) - 1)
 
+    @property
+    def links(self) -> list[tuple[int, int]]:
+        """The pairs of pipeline ranks that hold neighbouring stages: what passes between them goes both ways."""
+        ranks = [self.locate(stage)[0] for stage in range(len(self.ranges))]
+        return sorted({(min(a, b), max(a, b)) for a, b in pairwise(ranks) if a != b})
+
     def ties(self, names: Sequence[Sequence[str]]) -> dict[str, Tie]:
         """Parameter name -> where it is used, for those that several ranks hold, in the order of first use.
 
@@ -80,12 +87,14 @@ class Cut:
         return ties
 
 
-def partition(how: str | tuple[int, ...], costs: Sequence[float], stages: int) -> list[range]:
-    """The layers of every stage: balanced by cost, uniform by count, or the counts given."""
+def partition(
+    how: str | tuple[int, ...], layers: int, stages: int, costs: Callable[[], Sequence[float]]
+) -> list[range]:
+    """The layers of every stage: balanced by what `costs` gives, uniform by count, or the counts given."""
     if isinstance(how, tuple):
-        return explicit(how, len(costs), stages)
-    if how == "uniform":
-        return uniform(len(costs), stages)
+        return explicit(how, layers, stages)
+    if how == "uniform" or stages == 1:
+        return uniform(layers, stages)
     if how == "balanced":
-        return balanced(costs, stages)
+        return balanced(costs(), stages)
     raise ValueError(f"partition {how!r} is not in this version; use balanced, uniform, or the counts of each stage")

@@ -46,21 +46,21 @@ def regime(
     return f"{amount} bytes per parameter ({kinds}; {how})"
 
 
-def drive_buffers(gathered: int, loans: int, state: int) -> tuple[int, int]:
+def drive_buffers(gathered: int, buffers: int, state: int) -> tuple[int, int]:
     """How many buffers of a slice's size pass between memory and a drive; how many of them are idle between updates.
 
-    That does not grow with the layers. gathered: slices of parameters that come from the drive at once. loans: see
-    `update_loans`. state: parts of a bucket's state there, which fill the idle ones. In a step's forward and backward
+    That does not grow with the layers. gathered: slices of parameters that come from the drive at once. buffers: see
+    `update_buffers`. state: parts of a bucket's state there, which fill the idle ones. In a step's forward and backward
     there are what is gathered, and gradients: on their way, being added to, and being written. In its update what the
     buckets that come need, the one at work, and the one that goes.
     """
     busy = gathered + BUCKETS_IN_FLIGHT + 2
-    idle = max(0, (UPDATES_AHEAD + 2) * loans - busy)
+    idle = max(0, (UPDATES_AHEAD + 2) * buffers - busy)
     idle += -idle % max(1, state)
     return busy + idle, idle
 
 
-def update_loans(optimizer: bool, params: bool, *, narrow: bool, zero_stage: int, moments: int) -> int:
+def update_buffers(optimizer: bool, params: bool, *, narrow: bool, zero_stage: int, moments: int) -> int:
     """What an update takes from a drive for one bucket, when the optimizer's state, or parameters, are there.
 
     narrow: parameters have masters beside them.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from threed.schedules import draw
 from threed.schedules.action import Action, Kind, Plan
@@ -25,41 +25,16 @@ from threed.schedules.rendezvous import check_rendezvous
 from threed.schedules.simulate import Costs, Timeline, peak_activations, simulate, span_and_bubble
 
 __all__ = [
-    "NOT_YET",
-    "Action",
-    "Costs",
-    "Kind",
-    "Plan",
-    "Timeline",
-    "available",
-    "build",
-    "check_rendezvous",
-    "draw",
-    "forward_only",
-    "gpipe",
-    "legal",
-    "lower",
-    "one_f_one_b",
-    "peak_activations",
-    "register",
-    "simulate",
-    "span_and_bubble",
-    "svg",
-]
+    "NOT_YET", "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "available", "build",
+    "check_rendezvous", "draw", "forward_only", "gpipe", "legal", "lower", "one_f_one_b", "own_chunks",
+    "peak_activations", "register", "simulate", "span_and_bubble", "svg",
+]  # fmt: skip
 
-NOT_YET = (
-    "interleaved",
-    "zb-h1",
-    "zb-h2",
-    "zb-v",
-    "v-half",
-    "v-min",
-    "zb-auto",
-    "chimera",
-    "dualpipe",
-    "dualpipev",
-    "2bw",
-)
+ScheduleName = Literal[
+    "1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera", "dualpipe",
+    "dualpipev", "2bw",
+]  # fmt: skip
+"""All names that a configuration may give; those that cannot be built so far are in NOT_YET."""
 
 
 class _Entry(NamedTuple):
@@ -69,6 +44,7 @@ class _Entry(NamedTuple):
 
 # The one thing here that changes after import, and only by `register`: names exist per process, like imported modules.
 _SCHEDULES = {"gpipe": _Entry(gpipe, 1), "1f1b": _Entry(one_f_one_b, 1)}
+NOT_YET = tuple(name for name in get_args(ScheduleName) if name not in _SCHEDULES)
 
 
 def available() -> tuple[str, ...]:
@@ -76,8 +52,13 @@ def available() -> tuple[str, ...]:
     return tuple(_SCHEDULES)
 
 
+def own_chunks(name: str) -> int:
+    """How many chunks a rank has under a schedule where nothing else is asked for; 1 of one that is not there."""
+    return (_SCHEDULES[name].chunks if name in _SCHEDULES else None) or 1
+
+
 def register(name: str, fn: Callable[..., Plan], chunks: int | None = 1) -> None:
-    """Make a schedule available by name.
+    """Makes a schedule available by name.
 
     `fn(stages, microbatches)` gives a plan with `chunks` chunks a rank. With chunks=None whoever builds it may
     choose, and then it is `fn(stages, microbatches, chunks)`, or without the last for its own default. Raises
@@ -89,7 +70,7 @@ def register(name: str, fn: Callable[..., Plan], chunks: int | None = 1) -> None
 
 
 def build(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Plan:
-    """Give the plan of a schedule: compute actions only, checked to be legal.
+    """Returns the plan of a schedule: compute actions only, checked to be legal.
 
     `stages` is the number of pipeline ranks; `chunks` the stages of the model that each holds (default: the
     schedule's own). Raises ValueError for a name that is not available, and for numbers the schedule cannot have.

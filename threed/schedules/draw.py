@@ -62,7 +62,7 @@ class _Page:
 def svg(
     spans_per_rank: Sequence[Sequence[Span]], title: str = "", subtitle: str = "", legend: bool = True, unit: str = ""
 ) -> str:
-    """Give a Gantt chart as SVG text, 1000 pixels wide.
+    """Returns a Gantt chart as SVG text, 1000 pixels wide.
 
     spans_per_rank: per rank, (action, start, end); time 0 of the axis is the earliest start. unit: that of the times,
     shown on the axis; "s" is shown as ms or µs where that reads better.

@@ -25,7 +25,7 @@ Event = tuple[float, int, int, tuple[tuple[int, Action], ...]]
 
 
 def lower(plan: Plan, gathers: bool = False) -> Plan:
-    """Give the plan with sends, receives and reductions added, and with `gathers` the starts of parameter gathers.
+    """Returns the plan with sends, receives and reductions added, and with `gathers` the starts of parameter gathers.
 
     A SEND and its RECV stand where the result is made, unless both stages are on one rank; REDUCE follows a chunk's
     last backward; GATHER stands as early as it may, right behind the compute action before the one it is for. Raises

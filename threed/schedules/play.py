@@ -80,7 +80,7 @@ def _sibling(action: Action, kind: Kind) -> Action:
 
 
 def play(plan: Plan, duration: Callable[[Action, int], float], latency: float = 0.0) -> Spans:
-    """Give each rank's compute actions with their start and end, every rank following its list strictly in order.
+    """Returns each rank's compute actions with their start and end, every rank following its list strictly in order.
 
     `duration(action, stage)` is how long an action takes; a result reaches another rank `latency` after it was made,
     without keeping either rank busy. Raises ValueError if the plan is not legal, or where it stalls: rank, action and

@@ -15,16 +15,6 @@ from threed.testing.source import find
 from threed.testing.topologies import DEFAULT as TOPOLOGIES
 
 __all__ = [
-    "DEFAULTS",
-    "TOPOLOGIES",
-    "Difference",
-    "RanksFailed",
-    "Refused",
-    "Report",
-    "Results",
-    "differences",
-    "find",
-    "results_of",
-    "run_ranks",
-    "same_everywhere",
-]
+    "DEFAULTS", "TOPOLOGIES", "Difference", "RanksFailed", "Refused", "Report", "Results", "differences", "find",
+    "results_of", "run_ranks", "same_everywhere",
+]  # fmt: skip

@@ -18,6 +18,7 @@ from torch import Tensor
 from threed import collectives
 from threed.checkpoint import native
 from threed.engine import Engine, StepMetrics
+from threed.sharding import slices
 from threed.zero.records import WEIGHT, Record, read, records
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # start and size
@@ -63,7 +64,7 @@ class Finding:
 
 def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
     """What an engine holds after these steps. Collective."""
-    parts = engine.optimizer.rule.parts
+    parts = engine.optimizer.rule.state_names
     moments = {part: native.collect(engine.optimizer, engine.topology, part) for part in parts}
     state, names = engine.full_state_dict(), engine.buffers.shapes()
     buffers = {name: state.pop(name) for name in names if name in state}
@@ -79,8 +80,8 @@ def differences(engine: Engine, metrics: Sequence[StepMetrics], truth: Results, 
     """
     losses = scalars("loss", [m.loss for m in metrics], truth.losses, tolerance)
     norms = scalars("norm", [m.grad_norm for m in metrics], truth.norms, tolerance)
-    if set(truth.moments) != set(engine.optimizer.rule.parts):
-        raise ValueError(f"{list(engine.optimizer.rule.parts)} cannot be compared with {list(truth.moments)}")
+    if set(truth.moments) != set(engine.optimizer.rule.state_names):
+        raise ValueError(f"{list(engine.optimizer.rule.state_names)} cannot be compared with {list(truth.moments)}")
     found = [*losses, *norms, *bad_cuts(engine, truth.weights), *unequal(engine, truth.parts, tolerance)]
     return [*found, *unequal_buffers(engine, truth.buffers, tolerance)]
 
@@ -99,7 +100,7 @@ def unequal(engine: Engine, truth: Mapping[str, Mapping[str, Tensor]], tolerance
         if whole is None or tuple(whole.shape) != record.piece.shape:
             yield _finding(record, values, "one process has no such tensor of this shape", math.nan)
             continue
-        gap = farthest(values, whole[slices((record.box.start, record.box.size))])
+        gap = farthest(values, whole[slices(record.box.start, record.box.size)])
         if not gap <= tolerance:
             yield _finding(record, values, "differs", gap)
 
@@ -131,11 +132,6 @@ def farthest(got: Tensor, want: Tensor) -> float:
     return float((got - want).abs().max()) if want.numel() else 0.0
 
 
-def slices(box: Box) -> tuple[slice, ...]:
-    """A box as an index."""
-    return tuple(slice(a, a + n) for a, n in zip(*box, strict=True))
-
-
 def _finding(record: Record, values: Tensor, what: str, gap: float) -> Finding:
     box = (record.box.start, record.box.size)
     kept = values.detach().cpu().clone() if values.numel() <= KEPT else None
@@ -149,7 +145,7 @@ def bad_cuts(engine: Engine, weights: Mapping[str, Tensor]) -> Iterator[Finding]
     held: dict[str, Tensor] = {}
     for name, shape, start, size in (box for boxes in collectives.exchange(boxes, everyone) for box in boxes):
         if everyone.index == 0:
-            held.setdefault(name, torch.zeros(shape, dtype=torch.int16))[slices((start, size))] += 1
+            held.setdefault(name, torch.zeros(shape, dtype=torch.int16))[slices(start, size)] += 1
     for name in (weights.keys() | held.keys()) if everyone.index == 0 else ():
         count = held.get(name)
         if count is None:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed.testing.compare import KEPT, Finding, farthest, slices
+from threed.sharding import slices
+from threed.testing.compare import KEPT, Finding, Results, farthest
 from threed.testing.ranks import RanksFailed
 from threed.testing.watch import INPUT_GRADIENT, OUTPUT, Key
 from threed.topology import Axis
@@ -26,7 +27,7 @@ from threed.zero.records import WEIGHT
 
 MOST = 8  # parameters that are named
 Layers = Sequence[tuple[str, list[str]]]  # of every layer: its name, and those of its parameters
-About = tuple[str | None, str | None, str, float | None]  # layer, parameter, what, largest difference
+About = tuple[str | None, str | None, str, float]  # layer, parameter, what, largest difference or NaN
 
 
 @dataclass
@@ -74,7 +75,7 @@ class Judge:
         for _, of_layer in groupby(cuts, key=lambda f: self._layer_of.get(f.parameter, -1)):
             first, *others = of_layer
             more = f" (so it is with {len(others)} more of its parameters)" if others else ""
-            yield self._of(first.parameter, f"{first.what}{more}{_CUT}", None)
+            yield self._of(first.parameter, f"{first.what}{more}{_CUT}", math.nan)
         losses = [f for _, f in found if f.kind == "loss"]
         if losses and early:
             yield self._forward(ranks, losses[0], found)
@@ -82,7 +83,7 @@ class Judge:
             yield from self._backward(ranks if early else (), found, "" if early else "after the first step ")
         elif (rest := [f for _, f in found if f.kind != "cut"]) and not cuts:
             cause = "some gradient is counted more often, or less, than once" if rest[0].kind == "norm" else ""
-            yield None, None, f"the {rest[0]}; weights agree: {cause}".removesuffix(": "), _finite(rest[0].largest)
+            yield None, None, f"the {rest[0]}; weights agree: {cause}".removesuffix(": "), rest[0].largest
         yield from self._buffers([f for _, f in every if f.kind == "buffer"])
 
     def _buffers(self, found: Sequence[Finding]) -> Iterator[About]:
@@ -92,9 +93,9 @@ class Judge:
             values = [f.values for f in mine if f.values is not None]
             alike = len(values) % self.tensor == 0 and all(torch.equal(values[0], other) for other in values[1:])
             what = f"its buffer {mine[0].what}{'' if alike else _NOT_ALIKE}"
-            yield self._of(name, what, _finite(max(f.largest for f in mine)))
+            yield self._of(name, what, max(f.largest for f in mine))
 
-    def _of(self, parameter: str, what: str, size: float | None) -> About:
+    def _of(self, parameter: str, what: str, size: float) -> About:
         number = self._layer_of.get(parameter)
         return (None if number is None else self.layers[number][0]), parameter or None, what, size
 
@@ -103,21 +104,13 @@ class Judge:
     def _forward(self, ranks: Sequence[Seen], loss: Finding, found: Sequence[tuple[int, Finding]]) -> About:
         between = _between(ranks, OUTPUT)
         if not between:
-            return (
-                None,
-                None,
-                f"the loss differs ({loss.what}), though every layer's output agrees",
-                _finite(loss.largest),
-            )
+            return None, None, f"the loss differs ({loss.what}), though every layer's output agrees", loss.largest
         number = min(key[1] for key in between)
         key, of_ranks = next((key, values) for key, values in between.items() if key[1] == number)
         inside = [f.parameter for _, f in found if self._layer_of.get(f.parameter) == number]
         name = self.layers[number][0] if number < len(self.layers) else None
-        return (
-            name, inside[0] if inside else None,
-            f"its output {self._cause(key, of_ranks, (OUTPUT, number - 1), _NO_SUM)}",
-            _finite(max(f.largest for f in of_ranks.values())),
-        )  # fmt: skip
+        cause = self._cause(key, of_ranks, (OUTPUT, number - 1), _NO_SUM)
+        return name, inside[0] if inside else None, f"its output {cause}", max(f.largest for f in of_ranks.values())
 
     def _backward(self, ranks: Sequence[Seen], found: Sequence[tuple[int, Finding]], when: str) -> Iterator[About]:
         """The parameters whose gradient differs and that lie behind the first layer, in the order of the backward,
@@ -133,12 +126,12 @@ class Judge:
         for name in sorted(behind, key=lambda name: -self._layer_of.get(name, 0))[:MOST]:
             mine = [(rank, f) for rank, f in chosen if f.parameter == name]
             kind = f"{when}its gradient" if mine[0][1].kind in kinds else f"{when}its {mine[0][1].kind}"
-            yield self._of(name, f"{kind} {self._cause_of(mine)}", _finite(max(f.largest for _, f in mine)))
+            yield self._of(name, f"{kind} {self._cause_of(mine)}", max(f.largest for _, f in mine))
         if number >= 0:
             key, of_ranks = next((key, values) for key, values in between.items() if key[1] == number)
             cause = self._cause(key, of_ranks, (INPUT_GRADIENT, number + 1), _NO_COPY)
             inside = next((name for name in names if self._layer_of.get(name) == number), None)
-            size = _finite(max(f.largest for f in of_ranks.values()))
+            size = max(f.largest for f in of_ranks.values())
             yield self.layers[number][0], inside, f"the gradient of its input {cause}", size
 
     # ------------------------------------------------------------------------------------------------------- causes
@@ -170,9 +163,7 @@ class Judge:
         first = found[0][1]
         if first.values is None:
             return first.what
-        kind = "moments" if first.kind != WEIGHT else "weights"
-        part = self.truth["first"][kind]
-        want = (part[first.kind] if kind == "moments" else part)[first.parameter][slices(first.box)]
+        want = Results(**self.truth["first"]).parts[first.kind][first.parameter][slices(*first.box)]
         copies: dict[int, Tensor] = {}
         for rank, f in found:
             if f.box == first.box and f.values is not None:
@@ -217,10 +208,6 @@ def _between(ranks: Sequence[Seen], kind: str) -> dict[Key, dict[int, Finding]]:
 
 def _near(got: Tensor, want: Tensor) -> bool:
     return farthest(got, want) <= 1e-6 * max(largest(want), 1e-300)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 # ------------------------------------------------------------------------------------------------- trainings that ended
@@ -281,7 +268,7 @@ def repeated(found: Seen, layers: Layers) -> Iterator[About]:
     number, size = outputs[0] if outputs else (-1, math.nan)
     inside = [f.parameter for f in (*found.first, *found.last) if f.parameter]
     own = next((name for name in inside if number < 0 or name in layers[number][1]), None)
-    yield layers[number][0] if outputs else None, own, _RANDOM, _finite(size)
+    yield layers[number][0] if outputs else None, own, _RANDOM, size
 
 
 _MISMATCH = "ranks send each other messages of other sizes than are awaited"

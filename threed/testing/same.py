@@ -7,12 +7,13 @@ on forked gloo ranks, from the same weights on the same batches, and every rank 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import random
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,10 @@ from threed.metrics import DataError
 from threed.sharding import ModelError
 from threed.testing import diagnose
 from threed.testing.compare import Finding, Results, agree, differences, results_of
-from threed.testing.diagnose import Layers, Seen
+from threed.testing.diagnose import About, Layers, Seen
 from threed.testing.ranks import RanksFailed, run_ranks
 from threed.testing.topologies import DEFAULT, configured, ranks_of, words
-from threed.testing.watch import Key, Watch, label
+from threed.testing.watch import Watch, label
 from threed.topology import Topology
 
 Build = Callable[..., Any]
@@ -86,6 +87,12 @@ class Report:
     def exit_code(self) -> int:
         """0: same. 1: something differs. 2: nothing could be compared."""
         return 1 if self.differences else 0 if self.topologies else 2
+
+    def add(self, topology: str, found: Iterable[About]) -> None:
+        """Adds what differs in a topology."""
+        for layer, parameter, what, size in found:
+            largest = size if math.isfinite(size) else None
+            self.differences.append(Difference(topology, layer, parameter, what, largest))
 
     def json(self) -> str:
         """The report as JSON."""
@@ -165,7 +172,7 @@ def same_everywhere(
             _explain_failure(report, ALONE, error, timeout)
             return report
         truth = torch.load(task.file, mmap=True)
-        report.differences += [Difference(ALONE, *about) for about in diagnose.repeated(found, truth["layers"])]
+        report.add(ALONE, diagnose.repeated(found, truth["layers"]))
         for name in said if not report.differences else ():
             _compare(report, name, said[name], task, truth, timeout)
     return report
@@ -181,8 +188,7 @@ def _compare(
         _explain_failure(report, name, error, timeout)
         return
     report.topologies.append(name)
-    judge = diagnose.Judge(truth, said.get("tp", 1), said)
-    report.differences += [Difference(name, *about) for about in judge.explain(ranks)]
+    report.add(name, diagnose.Judge(truth, said.get("tp", 1), said).explain(ranks))
 
 
 def _explain_failure(report: Report, name: str, error: RanksFailed, timeout: float) -> None:
@@ -190,19 +196,18 @@ def _explain_failure(report: Report, name: str, error: RanksFailed, timeout: flo
     broken = diagnose.report_of(error)
     if broken is None:
         layer, what = diagnose.silence(error, timeout)
-        report.differences.append(Difference(name, layer, None, what, None))
+        report.add(name, [(layer, None, what, math.nan)])
         return
     lines = broken["message"].splitlines() or [broken["text"]]
     if broken["kind"] == "model":
-        found = [(*diagnose.named(line, broken["layers"]), line, None) for line in lines]
-        report.differences += [Difference(name, *about) for about in found]
+        report.add(name, [(*diagnose.named(line, broken["layers"]), line, math.nan) for line in lines])
     elif broken["phase"] != "step" and (broken["kind"] == "value" or name == ALONE):
         report.refused.append(Refused(name, lines[0] if broken["kind"] == "value" else broken["text"]))
     else:
         hint = "; change a copy: x = x * 2, not x.mul_(2)" if "in-place" in broken["message"] else ""
         what = f"ends with {broken['text']}{hint}"
         said = diagnose.named(lines[0], broken["layers"]) if broken["kind"] == "value" else (None, None)
-        report.differences.append(Difference(name, said[0] or broken["layer"] or None, said[1], what, None))
+        report.add(name, [(said[0] or broken["layer"] or None, said[1], what, math.nan)])
 
 
 def _check(build: Build, batch: BatchOf | None, config: Config) -> None:
@@ -237,11 +242,11 @@ def share(batch: Mapping[str, Tensor], topology: Topology) -> dict[str, Tensor]:
 
 
 def _train(
-    task: _Task, said: dict[str, int], seed: int, after_first: Callable[..., Any], after_last: Callable[..., Any],
-    seen: Mapping[Key, Tensor],
-) -> tuple[Any, Watch, Any, Layers]:  # fmt: skip
-    """Trains in this world: what `after_first` and `after_last` say of engine and metrics, and what passed between
-    layers; `seen`: what does on one process."""
+    task: _Task, said: dict[str, int], seed: int, look: Callable[[str, Engine, list[StepMetrics]], Any],
+    truth: Mapping[str, Any],
+) -> tuple[dict[str, Any], Watch]:  # fmt: skip
+    """Trains in this world: what `look` says after the "first" and the "last" step, the layers and the batches; and
+    what passed between layers. truth: what one process wrote, if it did."""
     os.dup2(2, 1)  # what a model prints is not the report
     phase, at, layers = "build", lambda: "", list[tuple[str, list[str]]]()
     try:
@@ -252,24 +257,25 @@ def _train(
         model = task.build(config.model, slicing)
         layers += _layers(model)
         engine = Engine(model, topology, config)
-        watch = Watch(engine, seen)
+        watch = Watch(engine, truth.get("seen", {}))
         _seed(seed)
         phase, at = "batch", lambda: watch.at
-        batches = [share(_batch(task, config, step), topology) for step in range(config.train.steps)]
+        batches = [_batch(task, config, step, truth.get("batches")) for step in range(config.train.steps)]
         phase = "step"
-        metrics = [engine.step(batches[0])]
+        metrics = [engine.step(share(batches[0], topology))]
         watch.stop()
-        first = after_first(engine, metrics)
-        metrics += [engine.step(batch) for batch in batches[1:]]
-        return first, watch, after_last(engine, metrics), layers
+        first = look("first", engine, metrics)
+        metrics += [engine.step(share(batch, topology)) for batch in batches[1:]]
+        last = look("last", engine, metrics)
+        return {"first": first, "last": last, "layers": layers, "batches": batches}, watch
     except DataError as error:  # told after the step: the layer where it began
         raise _Broken(phase, watch.first_not_finite(), error, layers) from error
     except Exception as error:
         raise _Broken(phase, at(), error, layers) from error
 
 
-def _batch(task: _Task, config: Config, step: int) -> Mapping[str, Tensor]:
-    """The global batch of a step. Raises ValueError for what is none."""
+def _batch(task: _Task, config: Config, step: int, before: Sequence[Mapping[str, Tensor]] | None) -> dict[str, Tensor]:
+    """The global batch of a step. Raises ValueError for what is none, and where it was another `before`."""
     batch, rows = task.batch(config, step), config.train.global_batch
     gave = {key: _shape(value) for key, value in batch.items()} if isinstance(batch, Mapping) else {}
     if not gave or any(shape is None or shape[:1] != [rows] for shape in gave.values()):
@@ -279,13 +285,13 @@ def _batch(task: _Task, config: Config, step: int) -> Mapping[str, Tensor]:
         )
     if "tokens" in batch and batch["tokens"].is_floating_point():
         raise ValueError(f"batch(config, {step}) gave tokens of {batch['tokens'].dtype}: ids are integers")
-    if step == 0:
-        again = task.batch(config, 0)
-        if not all(v.shape == again[key].shape and agree(v, again[key]).all() for key, v in batch.items()):
-            raise ValueError(
-                "batch(config, 0) gave other values when it was called again: seed what it draws by the step"
-            )
-    return batch
+    old = before[step] if before else task.batch(config, step)
+    if old.keys() != batch.keys() or not all(
+        value.shape == old[key].shape and agree(value, old[key]).all() for key, value in batch.items()
+    ):
+        again = "when it was called again, perhaps on another rank"
+        raise ValueError(f"batch(config, {step}) gave other values {again}: seed what it draws by the step")
+    return dict(batch)
 
 
 def _shape(value: Any) -> list[int] | None:
@@ -315,26 +321,20 @@ def _layers(model: Any) -> Layers:
 
 def _find_truth(task: _Task) -> Seen:
     """On one process: writes what training gives, and finds where one with other random numbers differs."""
-    first, watch, last, layers = _train(task, {}, 0, results_of, results_of, {})
-    truth = {"first": vars(first), "last": vars(last), "seen": watch.seen, "layers": layers}
-    torch.save(truth, task.file)
+    truth, watch = _train(task, {}, 0, lambda when, engine, metrics: vars(results_of(engine, metrics)), {})
+    torch.save({**truth, "seen": watch.seen}, task.file)
     return _train_and_compare(task, {})
 
 
 def _train_and_compare(task: _Task, said: dict[str, int]) -> Seen:
     """On every rank: trains, and says what differs from the truth."""
-    truth = torch.load(task.file, mmap=True)
-    first, last = Results(**truth["first"]), Results(**truth["last"])
-    if said.get("dp", 1) > 1 or said.get("micro", task.config.train.micro_batch) != task.config.train.micro_batch:
-        first, last = replace(first, buffers={}), replace(last, buffers={})  # they see how a batch is cut
+    truth, usual = torch.load(task.file, mmap=True), task.config.train.micro_batch
+    cut = said.get("dp", 1) > 1 or said.get("micro", usual) != usual  # what buffers gather depends on that
 
-    def after_first(engine: Engine, metrics: list[StepMetrics]) -> list[Finding]:
-        return differences(engine, metrics, first, task.tolerance)
+    def look(when: str, engine: Engine, metrics: list[StepMetrics]) -> list[Finding]:
+        want = Results(**truth[when])
+        return differences(engine, metrics, replace(want, buffers={}) if cut else want, task.tolerance)
 
-    def after_last(engine: Engine, metrics: list[StepMetrics]) -> list[Finding]:
-        return differences(engine, metrics, last, task.tolerance)
-
-    rank = int(os.environ["RANK"])
-    found, watch, found_last, _ = _train(task, said, 1 + rank, after_first, after_last, truth["seen"])
+    found, watch = _train(task, said, 1 + int(os.environ["RANK"]), look, truth)
     between = diagnose.boundaries(watch.seen, truth["seen"], watch.tensor, task.tolerance)
-    return Seen(found, list(between) if found else [], found_last)
+    return Seen(found["first"], list(between) if found["first"] else [], found["last"])

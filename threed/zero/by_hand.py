@@ -4,7 +4,7 @@
     changes.take_in()                                   before an update, and before anybody reads or writes states
 
 A change in place counts the parameter's version up, and its class sees whoever asks for `.data`. So what was changed is
-known without a look at the values: this rank's slice of it goes home when its group is released, a `.data` that was
+known without a look at the values: this rank's slice of it goes storage when its group is released, a `.data` that was
 pointed elsewhere is copied into the flat buffer, and a master that is kept apart takes over what is no longer its own.
 """
 
@@ -76,12 +76,12 @@ class Changes:
         param.data = place.data
 
     def _leaving(self, group: Group) -> None:
-        """A sliced group is about to lose its memory: this rank's slices of what was changed go home."""
+        """A sliced group is about to lose its memory: this rank's slices of what was changed go storage."""
         changed = self._changed(group)
         for bucket in group.buckets if changed else ():
-            loan = bucket.home.blank()
-            loan.values.copy_(group.params[bucket.own_first : bucket.own_last])
-            loan.store()
+            staged = bucket.storage.empty()
+            staged.values.copy_(group.params[bucket.own_first : bucket.own_last])
+            staged.store()
             self._masters_follow(bucket, changed[0])
 
     def _masters_follow(self, bucket: Bucket, slot: Slot) -> None:
@@ -106,14 +106,14 @@ class Changes:
                 f"{slot.spec.name} was changed by hand, or its .data was asked for, while its next values were under"
                 " way: set --zero.delayed-update false"
             )
-        self.optimizer.bring_home()
+        self.optimizer.flush()
         while self._to_masters:
             state, _ = self._to_masters.popitem()
-            loans, home = state.fetch((WEIGHT,)), state.bucket.home.fetch()
-            master, param = loans[WEIGHT].wait(), home.wait().to(loans[WEIGHT].values.device)
+            buffers, storage = state.fetch((WEIGHT,)), state.bucket.storage.fetch()
+            master, param = buffers[WEIGHT].wait(), storage.wait().to(buffers[WEIGHT].values.device)
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
-            home.drop()
-            store_all(loans)
+            storage.drop()
+            store_all(buffers)
 
 
 def _check_places(group: Group) -> None:

@@ -18,20 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
-from threed.memory.tiers import InMemory, Loan, beside, copy_stream
+from threed.device import beside, copy_stream, current_stream
+from threed.memory.tiers import InMemory, StagedBuffer
 from threed.topology import Axis
 from threed.zero.layout import Bucket, Group, Layout, Slot
 
 TILE, BY_HAND = -3, -4  # who holds a tile: its layer; and a group that is whole between steps. Units are numbers
 
 
-class TileGate:
-    """Gathers one tile of a linear layer while the layer uses it (`threed.layers.slicing.Gate`)."""
+class GatheredTile:
+    """Gathers one tile of a linear layer while the layer uses it (`threed.layers.slicing.TileGatherer`)."""
 
     def __init__(self, gatherer: Gatherer, group: Group) -> None:
         self.gatherer, self.group = gatherer, group
@@ -62,7 +62,7 @@ class Gatherer:
         self._buckets_of_unit: dict[int, list[Bucket]] = {}
         self._buckets_of_slot: dict[Slot, list[Bucket]] = {}
         self._groups_of_unit: dict[int, list[Group]] = {}
-        self._coming: dict[Group, list[tuple[Bucket, Loan]]] = {}  # slices on their way, in the order of asking
+        self._coming: dict[Group, list[tuple[Bucket, StagedBuffer]]] = {}  # slices on their way, in the order of asking
         self._gathering: dict[Group, list[Pending]] = {}
         self._holders: dict[Group, set[int]] = {}
         for drive in layout.policy.drives:
@@ -71,9 +71,9 @@ class Gatherer:
         self.leaving: Callable[[Group], None] = lambda group: None  # told before a group's memory goes
         self.order = 0  # a hash of which groups were gathered, in which order: all ranks must have the same
         for group in layout.groups:
-            if group.kind.tile is not None:
-                group.slots[0].param.gate = TileGate(self, group)  # type: ignore[attr-defined]
-            for unit in (group.kind.units or ()) if group.kind.tile is None else ():
+            if group.key.tile is not None:
+                group.slots[0].param.tile_gatherer = GatheredTile(self, group)  # type: ignore[attr-defined]
+            for unit in (group.key.units or ()) if group.key.tile is None else ():
                 self._groups_of_unit.setdefault(unit, []).append(group)
             for bucket in group.buckets if not group.sliced else ():
                 for slot in bucket.slots():
@@ -145,7 +145,7 @@ class Gatherer:
         if group not in self._holders:
             self.order = hash((self.order, self._number[group]))
             self._exchange()
-            self._coming[group] = [(bucket, bucket.home.fetch()) for bucket in group.buckets]
+            self._coming[group] = [(bucket, bucket.storage.fetch()) for bucket in group.buckets]
             if all(bucket.own is not None for bucket in group.buckets):
                 self._exchange()
             self._holders[group] = set()
@@ -167,22 +167,22 @@ class Gatherer:
         """Begins the exchange of every group whose slices were asked for: on all ranks in the same order."""
         for group in list(self._coming):
             group.allocate()
-            self._gathering[group] = [self._gather(bucket, loan) for bucket, loan in self._coming.pop(group)]
+            self._gathering[group] = [self._gather(bucket, staged) for bucket, staged in self._coming.pop(group)]
 
-    def _gather(self, bucket: Bucket, loan: Loan) -> Pending:
-        window, own = bucket.group.params[bucket.first : bucket.last], loan.wait()
+    def _gather(self, bucket: Bucket, staged: StagedBuffer) -> Pending:
+        window, own = bucket.group.params[bucket.first : bucket.last], staged.wait()
         if own.device != window.device:
-            return self._gather_from_host(window, own, loan)
+            return self._gather_from_host(window, own, staged)
         pending = collectives.start_all_gather(own, self.axis, out=window)
 
         def finish() -> Tensor:
             whole = pending.wait()
-            loan.drop()
+            staged.drop()
             return whole
 
         return Pending(finish)
 
-    def _gather_from_host(self, window: Tensor, own: Tensor, loan: Loan) -> Pending:
+    def _gather_from_host(self, window: Tensor, own: Tensor, staged: StagedBuffer) -> Pending:
         """The same from page-locked memory to a GPU, beside what it computes."""
         stream = copy_stream(window.device, "in")
         with beside(stream):
@@ -193,10 +193,10 @@ class Gatherer:
 
         def finish() -> Tensor:
             whole = pending.wait()
-            torch.cuda.current_stream(window.device).wait_event(gathered)
-            if not isinstance(loan, InMemory):
+            current_stream(window.device).wait_event(gathered)
+            if not isinstance(staged, InMemory):
                 copied.synchronize()  # a drive's buffer is used again
-            loan.drop()
+            staged.drop()
             return whole
 
         return Pending(finish)

@@ -13,28 +13,28 @@ import torch
 from torch import Tensor
 
 from threed.collectives import Pending
-from threed.memory.tiers import Home, Loan
+from threed.memory.tiers import StagedBuffer, Storage
 from threed.topology import Axis
 from threed.zero.layout import Bucket, Layout, Slot
 
 
 @dataclass(eq=False)
 class Gradient:
-    """A bucket's slice of the summed gradients: on loan from where it lives, when asked for, and its squares' sum."""
+    """A bucket's slice of the summed gradients: on staged from where it lives, when asked for, and its squares' sum."""
 
-    home: Home
+    storage: Storage
     squares: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Travelling:
-    """A bucket whose gradients are being summed. add: to what earlier rounds left at home, which is on loan. complete:
-    its slice is the whole sum then."""
+class InFlight:
+    """A bucket whose gradients are being summed. window: of what leaves, unless it is the slice itself. add: to what
+    earlier rounds left at storage, which is on staged. complete: its slice is the whole sum then."""
 
     bucket: Bucket
-    window: Tensor
+    window: Tensor | None
     pending: Pending
-    loan: Loan
+    staged: StagedBuffer
     add: bool
     complete: bool
 
@@ -61,11 +61,11 @@ class Gradients(Protocol):
         """Frees what is not in use."""
 
 
-class Whole:
+class FullGradients:
     """All gradients in full, in the group's flat buffer (stages 0 and 1)."""
 
     def __init__(self, layout: Layout) -> None:
-        groups = [group for group in layout.groups if group.kind.trainable]
+        groups = [group for group in layout.groups if group.key.trainable]
         self._views = {slot: group.view(slot, group.grads) for group in groups for slot in group.slots}
 
     def view(self, slot: Slot) -> Tensor:
@@ -88,7 +88,7 @@ class Whole:
         """Nothing: all of it is."""
 
 
-class ByBucket:
+class BucketGradients:
     """Gradients in full for the buckets that are under way only (stages 2 and 3).
 
     A bucket's buffer is taken when the first gradient for it comes, and given back when it has left; buffers are used
@@ -99,12 +99,12 @@ class ByBucket:
 
     def __init__(self, layout: Layout) -> None:
         self.dtype, self.arena = layout.policy.grad_dtype, layout.policy.arena
-        self._homes: dict[Slot, list[Bucket]] = {}
+        self._storages: dict[Slot, list[Bucket]] = {}
         for bucket in layout.buckets:
             for slot in bucket.slots():
-                self._homes.setdefault(slot, []).append(bucket)
+                self._storages.setdefault(slot, []).append(bucket)
         self._gaps = {bucket: _gaps(bucket) for bucket in layout.buckets}
-        self._cut_slots = {b: [s for s in b.slots() if len(self._homes[s]) > 1] for b in layout.buckets}
+        self._cut_slots = {b: [s for s in b.slots() if len(self._storages[s]) > 1] for b in layout.buckets}
         self._open: dict[Bucket, Tensor] = {}
         self._cut: dict[Slot, Tensor] = {}
         self._to_leave: dict[Slot, int] = {}  # of a cut gradient: buckets that have not left
@@ -113,13 +113,13 @@ class ByBucket:
         self._users: dict[int, int] = {}  # of a buffer: whoever fills it, and windows of it that have not left
 
     def view(self, slot: Slot) -> Tensor:
-        homes = self._homes.get(slot, [])
-        if len(homes) == 1:
-            at = slot.first - homes[0].first
-            return self._window(homes[0])[at : at + slot.param.numel()].view(slot.param.shape)
+        storages = self._storages.get(slot, [])
+        if len(storages) == 1:
+            at = slot.first - storages[0].first
+            return self._window(storages[0])[at : at + slot.param.numel()].view(slot.param.shape)
         if slot not in self._cut:
             self._cut[slot] = self._take(slot.param.numel(), slot.param.device, passing=not self.arena)
-            self._to_leave[slot] = len(homes)
+            self._to_leave[slot] = len(storages)
         return self._cut[slot][: slot.param.numel()].view(slot.param.shape)
 
     def missing(self, slot: Slot, bucket: Bucket) -> None:

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from threed.memory.tiers import Drive, Home, InMemory, Tier, memory_tier
+from threed.memory.tiers import Drive, InMemory, Storage, Tier, memory_tier
 from threed.planner.cut import Tie
 from threed.sharding import Piece, ShardSpec, attach, spec_of
 from threed.topology import Axis, Topology
@@ -34,7 +34,7 @@ PIECES, SMALLEST = 8, 2**18  # a group is at least so many buckets, unless they 
 
 
 @dataclass(frozen=True)
-class Rates:
+class GroupOptions:
     """What a parameter group has of its own: a factor on the learning rate, and the weight decay."""
 
     factor: float = 1.0
@@ -50,7 +50,7 @@ class Policy:
     buffers of gradients on their way are kept from step to step, also under stage 3.
     params_tier: where slices of parameters live under stage 3, and optimizer_tier: where the optimizer's state and,
     from stage 2 on, slices of gradients do; by default on the device. With a tier of their own, they are slices also
-    on one rank alone.
+    on one rank alone. host: where such a tier's values are worked on.
     """
 
     stage: int
@@ -60,10 +60,11 @@ class Policy:
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     resident: int = 0
-    rates: Callable[[ShardSpec], Rates] = lambda spec: Rates()
+    options: Callable[[ShardSpec], GroupOptions] = lambda spec: GroupOptions()
     arena: bool = False
     params_tier: Tier | None = None
     optimizer_tier: Tier | None = None
+    host: torch.device = torch.device("cpu")
 
     @property
     def drives(self) -> set[Drive]:
@@ -83,10 +84,10 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Kind:
+class GroupKey:
     """What parameters must have in common to share a flat buffer."""
 
-    rates: Rates
+    options: GroupOptions
     trainable: bool
     replicated: str | None
     partial: str | None
@@ -94,6 +95,7 @@ class Kind:
     units: tuple[int, ...] | None  # the units that gather it, where it is kept as slices
     layers: tuple[int, ...] = ()  # where it is tied and kept as slices: all layers of the model that use it
     tile: str | None = None  # its name, where it is a tile: gathered by itself, while its layer uses it
+    chunks: tuple[int, ...] = (0,)  # of this rank's chunks of the model, those that use it
 
 
 @dataclass(eq=False)
@@ -113,7 +115,7 @@ class Slot:
     last: int = 0
 
     def settle(self, storage: Tensor) -> None:
-        """Gives the parameter its storage: a view of a flat buffer, in every place it sits.
+        """Returns the parameter its storage: a view of a flat buffer, in every place it sits.
 
         A parameter with values stays the same object, for others may refer to it; one on the meta device is replaced.
         """
@@ -141,7 +143,7 @@ class Run:
 class Bucket:
     """The window [first, last) of a group's buffer; this rank owns [own_first, own_last) of it.
 
-    home: of this rank's slice of the parameters, in the compute dtype; grad: of its slice of the gradients.
+    storage: of this rank's slice of the parameters, in the compute dtype; grad: of its slice of the gradients.
     """
 
     group: Group
@@ -149,8 +151,8 @@ class Bucket:
     last: int
     own_first: int
     own_last: int
-    home: Home = field(init=False)
-    grad: Home = field(init=False)
+    storage: Storage = field(init=False)
+    grad: Storage = field(init=False)
 
     @property
     def share(self) -> int:
@@ -160,7 +162,7 @@ class Bucket:
     @property
     def own(self) -> Tensor | None:
         """This rank's slice of the parameters, if it is in memory."""
-        return self.home.tensor if isinstance(self.home, InMemory) else None
+        return self.storage.tensor if isinstance(self.storage, InMemory) else None
 
     def runs(self) -> Iterator[Run]:
         """The runs of this rank's slice, in storage order; padding belongs to none."""
@@ -186,7 +188,7 @@ class Group:
     their dtype, where they are kept in full, else [0].
     """
 
-    kind: Kind
+    key: GroupKey
     slots: list[Slot]
     numel: int
     shard: Axis
@@ -199,7 +201,7 @@ class Group:
     @property
     def sliced(self) -> bool:
         """Whether its parameters are whole only while they are used."""
-        return self.kind.units is not None
+        return self.key.units is not None
 
     @property
     def nbytes(self) -> int:
@@ -212,7 +214,7 @@ class Group:
         return buffer[slot.first : slot.last].view(slot.param.shape)
 
     def allocate(self) -> None:
-        """Gives `params` its memory; what is in it is undefined."""
+        """Returns `params` its memory; what is in it is undefined."""
         self.params.untyped_storage().resize_(self.numel * self.params.element_size())
 
     def free(self) -> None:
@@ -272,30 +274,35 @@ def collect(units: Sequence[HasModules]) -> list[Slot]:
     return list(found.values())
 
 
-def build(units: Sequence[HasModules], tied: Mapping[str, Tie], topology: Topology, policy: Policy) -> Layout:
+def build(
+    units: Sequence[HasModules], tied: Mapping[str, Tie], topology: Topology, policy: Policy,
+    chunks: Sequence[int] | None = None,
+) -> Layout:  # fmt: skip
     """Lays the parameters of a stage out, allocates their buffers, and points every parameter into them.
 
-    units: the stage's layers, on the meta device. tied: by name the parameters that several stages hold. Their groups
-    come last, and they and what is in them in one order that all stages share, however each of them uses them: so
-    slices line up, and sums over stages meet.
+    units: the rank's layers, on the meta device. chunks: which of its chunks of the model each is in, by default all in
+    one; chunks have buffers of their own, for each of them is reduced when its own backwards are over. tied: by name
+    the parameters that several stages hold. Their groups come last, and they and what is in them in one order that all
+    stages share, however each of them uses them: so slices line up, and sums over stages meet.
     """
-    kinds: dict[Kind, list[Slot]] = {}
+    keys: dict[GroupKey, list[Slot]] = {}
     for slot in _backward_order(collect(units), tied):
         spec, trainable, sliced = slot.spec, slot.param.requires_grad, policy.slices_parameter(slot.param)
         tie = tied.get(spec.name)
-        kind = Kind(
-            policy.rates(spec) if trainable else Rates(), trainable, spec.replicated,
+        key = GroupKey(
+            policy.options(spec) if trainable else GroupOptions(), trainable, spec.replicated,
             spec.partial if trainable else None, tie.stages if tie else (),
             tuple(sorted(set(slot.units))) if sliced else None, tie.layers if tie and sliced else (),
             spec.name if sliced and spec.tile[1] > 1 else None,
+            (0,) if chunks is None else tuple(sorted({chunks[unit] for unit in slot.units})),
         )  # fmt: skip
-        kinds.setdefault(kind, []).append(slot)
-    groups = [_group(kind, slots, topology, policy) for kind, slots in kinds.items()]
+        keys.setdefault(key, []).append(slot)
+    groups = [_group(key, slots, topology, policy) for key, slots in keys.items()]
     for group in groups:
         group.buckets = list(_windows(group, max(1, policy.bucket_bytes // policy.grad_dtype.itemsize)))
         _allocate(group, topology.device, policy)
-    buckets = _completion_order([group for group in groups if group.kind.trainable])
-    frozen = [bucket for group in groups if not group.kind.trainable for bucket in group.buckets]
+    buckets = _completion_order([group for group in groups if group.key.trainable])
+    frozen = [bucket for group in groups if not group.key.trainable for bucket in group.buckets]
     return Layout(policy, groups, buckets, frozen)
 
 
@@ -306,12 +313,12 @@ def _backward_order(slots: list[Slot], tied: Mapping[str, Tie]) -> list[Slot]:
     return [*reversed(own), *sorted(shared, key=lambda slot: -tied[slot.spec.name].number)]
 
 
-def _group(kind: Kind, slots: list[Slot], topology: Topology, policy: Policy) -> Group:
+def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy) -> Group:
     shard, copies = policy.shard, [policy.replicas]
-    sums = [policy.replicas, *([topology.axis(kind.partial)] if kind.partial else [])]
-    copies += [topology.axis(kind.replicated)] if kind.replicated else []
-    if kind.tied:
-        same = topology.stages(kind.tied)
+    sums = [policy.replicas, *([topology.axis(key.partial)] if key.partial else [])]
+    copies += [topology.axis(key.replicated)] if key.replicated else []
+    if key.tied:
+        same = topology.stages(key.tied)
         sums.append(same)
         copies.append(same)
     end = 0
@@ -321,7 +328,7 @@ def _group(kind: Kind, slots: list[Slot], topology: Topology, policy: Policy) ->
     granule = shard.size * ALIGN
     owned = all(axis.index == 0 for axis in copies)
     sums = [axis for axis in sums if axis.size > 1]
-    return Group(kind, slots, max(granule, -(-end // granule) * granule), shard, tuple(sums), owned)
+    return Group(key, slots, max(granule, -(-end // granule) * granule), shard, tuple(sums), owned)
 
 
 def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
@@ -329,8 +336,8 @@ def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
     group.params = make(group.numel, dtype=policy.param_dtype, device=device)
     for slot in group.slots:
         slot.settle(group.view(slot, group.params))
-    slices = group.kind.trainable and policy.slices_gradients
-    whole = group.kind.trainable and not slices
+    slices = group.key.trainable and policy.slices_gradients
+    whole = group.key.trainable and not slices
     group.grads = torch.zeros(group.numel if whole else 0, dtype=policy.grad_dtype, device=device)
     if group.sliced:
         group.free()
@@ -338,13 +345,13 @@ def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
     params, optimizer = policy.params_tier or memory, policy.optimizer_tier or memory
     for bucket in group.buckets:
         own = slice(bucket.own_first, bucket.own_last)
-        bucket.home = params(bucket.share, policy.param_dtype) if group.sliced else InMemory(group.params[own])
+        bucket.storage = params(bucket.share, policy.param_dtype) if group.sliced else InMemory(group.params[own])
         bucket.grad = optimizer(bucket.share, policy.grad_dtype) if slices else InMemory(group.grads[own])
 
 
 def _windows(group: Group, elements: int) -> Iterator[Bucket]:
     granule = group.shard.size * ALIGN
-    if group.kind.units is None:  # a unit's groups are pieces already
+    if group.key.units is None:  # a unit's groups are pieces already
         elements = min(elements, max(group.numel // PIECES, SMALLEST))
     step = max(granule, elements // granule * granule)
     for first in range(0, group.numel, step):

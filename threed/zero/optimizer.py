@@ -3,7 +3,7 @@
     step(gradients, carry) :  norm over everything -> clip factor and skip flag -> bucket by bucket: the rule (AdamW,
                               SGD, Lion) on the slice, the slice to the parameters, their gather begun
 
-Slices are on loan from where they live: while a bucket is updated, the next one comes and the one before goes back.
+Slices are on staged from where they live: while a bucket is updated, the next one comes and the one before goes back.
 From a drive, every second update runs the other way and begins with what the one before it left in idle buffers.
 Nothing here reads a tensor's value on the host, as long as the state is on the device: norm, clip factor, skip flag,
 loss scale and learning rate stay tensors. State that lives elsewhere is updated by the host, which then needs them.
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from threed import collectives
-from threed.memory.tiers import Home, InMemory, Loan
-from threed.ops.update import Moment, Rule
+from threed.device import synchronize
+from threed.memory.tiers import InMemory, StagedBuffer, Storage
+from threed.ops.update import Rule, StepScalars
 from threed.precision import LossScale, Scaler
 from threed.topology import Axis
 from threed.zero.gather import Gatherer
@@ -34,9 +35,9 @@ from threed.zero.state import (
     WEIGHT,
     State,
     drop_all,
+    fetched_in_turn,
     most_kept,
     new_state,
-    on_loan,
     store_all,
     update_order,
 )
@@ -71,8 +72,8 @@ class Optimizer:
     ) -> None:  # fmt: skip
         self.layout, self.gatherer, self.everyone, self.rule = layout, gatherer, everyone, rule
         self.learning_rate, self.grad_clip = learning_rate, grad_clip
-        self.states = [new_state(bucket, rule.parts, layout.policy, delayed) for bucket in layout.buckets]
-        self.frozen = [State(bucket, {WEIGHT: bucket.home}) for bucket in layout.frozen]
+        self.states = [new_state(bucket, rule.state_names, layout.policy, delayed) for bucket in layout.buckets]
+        self.frozen = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
         self._keep = most_kept(self.states, layout.policy)
         self._turn = update_order(self.states, middle=self._keep > 0)
         self.on_host = not (layout.policy.optimizer_tier is None and layout.policy.params_tier is None)
@@ -103,57 +104,59 @@ class Optimizer:
         self.updates += 1 - skip
         self.skips += skip
         self.scaler.update(skip)
-        now = Moment(lr, self.updates.clamp(min=1), torch.where(skip == 0, clip / scale, 1.0), skip)
+        now = StepScalars(lr, self.updates.clamp(min=1), torch.where(skip == 0, clip / scale, 1.0), skip)
         self._update_all(gradients, now)
         return Update(norm, lr, scale, skip, sums[2:])
 
-    def _update_all(self, gradients: Sequence[Gradient], now: Moment) -> None:
+    def _update_all(self, gradients: Sequence[Gradient], now: StepScalars) -> None:
         if self.layout.policy.optimizer_tier is not None:
-            now = Moment(now.lr.cpu(), now.step.cpu(), now.scale.cpu(), now.skip.cpu())
+            now = StepScalars(now.lr.cpu(), now.step.cpu(), now.scale.cpu(), now.skip.cpu())
         self.publish_delayed()
         if self.on_host and bool(now.skip):
             return
         self.let_device_read()
         if self.delayed is not None:
-            kept = [Gradient(_copy_to_host(g.home), g.squares) for g in gradients]
+            kept = [Gradient(_copy_to_host(g.storage), g.squares) for g in gradients]
             self._under_way = self.delayed.submit(self._update_in_turn, kept, now, False)
         else:
             self._update_in_turn(gradients, now, True)
 
-    def _update_in_turn(self, gradients: Sequence[Gradient], now: Moment, publish: bool) -> None:
+    def _update_in_turn(self, gradients: Sequence[Gradient], now: StepScalars, publish: bool) -> None:
         turn = self._turn[::-1] if self._keep and int(now.step) % 2 else self._turn  # alike on all ranks
-        work = [(self.states[number], gradients[number].home) for number in turn]
+        work = [(self.states[number], gradients[number].storage) for number in turn]
         last = {state for state, _ in work[len(work) - self._keep :]}
         with self.changing():
-            for state, loans in on_loan((state, state.fetch_for_update(home)) for state, home in work):
+            for state, buffers in fetched_in_turn((state, state.fetch_for_update(storage)) for state, storage in work):
                 try:
-                    self._update(state, loans, now, publish, keep=state in last)
+                    self._update(state, buffers, now, publish, keep=state in last)
                 except BaseException:
-                    drop_all(loans)
+                    drop_all(buffers)
                     raise
 
-    def _update(self, state: State, loans: dict[str, Loan], now: Moment, publish: bool, keep: bool) -> None:
+    def _update(
+        self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, publish: bool, keep: bool
+    ) -> None:
         """One bucket's update; the parameters get the new weights in the same pass where they are at hand."""
-        rates = state.bucket.group.kind.rates
+        rates = state.bucket.group.key.options
         if rates.factor != 1.0:
-            now = Moment(now.lr * rates.factor, now.step, now.scale, now.skip)
-        gradient, weight, *moments = (loans[part].wait() for part in (GRADIENT, *state.homes))
-        home = state.bucket.home
-        beside = publish and not state.shared and home.device == weight.device
+            now = StepScalars(now.lr * rates.factor, now.step, now.scale, now.skip)
+        gradient, weight, *moments = (buffers[part].wait() for part in (GRADIENT, *state.storages))
+        storage = state.bucket.storage
+        beside = publish and not state.shared and storage.device == weight.device
         if beside:
-            loans[PARAMETER] = home.blank()
-        out = loans[PARAMETER].values if beside else None
+            buffers[PARAMETER] = storage.empty()
+        out = buffers[PARAMETER].values if beside else None
         self._apply_rule(state, (weight, gradient.to(weight.device), *moments), now, rates.decay, out)
-        loans.pop(GRADIENT).drop()
+        buffers.pop(GRADIENT).drop()
         if beside:
-            loans.pop(PARAMETER).store()
+            buffers.pop(PARAMETER).store()
             self.gatherer.publish(state.bucket)
         elif publish:
             self._publish(state, weight)
-        state.put_back(loans, keep)
+        state.put_back(buffers, keep)
 
     def _apply_rule(
-        self, state: State, values: Sequence[Tensor], now: Moment, decay: float, out: Tensor | None
+        self, state: State, values: Sequence[Tensor], now: StepScalars, decay: float, out: Tensor | None
     ) -> None:
         """The rule on a slice; on each stretch by itself where some were never used, or count from a later update."""
         if state.bucket not in self._stretches:
@@ -163,15 +166,15 @@ class Optimizer:
             new = None if out is None else out[first:last]
             if since is not None:
                 step = (now.step - since.to(now.step.device)).clamp(min=1)
-                self.rule.update(weight, gradient, moments, Moment(now.lr, step, now.scale, now.skip), decay, new)
+                self.rule.update(weight, gradient, moments, StepScalars(now.lr, step, now.scale, now.skip), decay, new)
             elif new is not None:
                 new.copy_(weight)
 
     def _publish(self, state: State, weight: Tensor) -> None:
         """Puts a bucket's weights into the parameters, and begins to gather what stays whole."""
         if not state.shared:
-            parameter = state.bucket.home.blank()
-            stay = isinstance(state.weight, InMemory) and isinstance(state.bucket.home, InMemory)
+            parameter = state.bucket.storage.empty()
+            stay = isinstance(state.weight, InMemory) and isinstance(state.bucket.storage, InMemory)
             parameter.values.copy_(weight, non_blocking=stay)  # else a buffer is used again, or written from, at once
             parameter.store()
         self.gatherer.publish(state.bucket)
@@ -179,15 +182,15 @@ class Optimizer:
     @contextmanager
     def held(self, state: State, parts: Iterable[str], write: bool = False) -> Iterator[dict[str, Tensor]]:
         """Some parts of a bucket's state, to read, or to write: then what was written is kept, and published."""
-        loans = state.fetch(parts)
+        buffers = state.fetch(parts)
         try:
-            yield {part: loan.wait() for part, loan in loans.items()}
+            yield {part: staged.wait() for part, staged in buffers.items()}
         except BaseException:
-            drop_all(loans)
+            drop_all(buffers)
             raise
-        if write and WEIGHT in loans:
-            self._publish(state, loans[WEIGHT].wait())
-        store_all(loans) if write else drop_all(loans)
+        if write and WEIGHT in buffers:
+            self._publish(state, buffers[WEIGHT].wait())
+        store_all(buffers) if write else drop_all(buffers)
 
     def finish_delayed(self) -> None:
         """Waits for the update that runs beside the step, if there is one: then states are whole, parameters late."""
@@ -195,8 +198,8 @@ class Optimizer:
             self._under_way.result()
         self.check_whole()
 
-    def bring_home(self) -> None:
-        """Makes what is at home the newest there is, and frees the buffers of what was kept."""
+    def flush(self) -> None:
+        """Makes what is at storage the newest there is, and frees the buffers of what was kept."""
         self.finish_delayed()
         with self.changing():
             for state in self.states:
@@ -239,7 +242,7 @@ class Optimizer:
     def let_device_read(self) -> None:
         """Waits until a GPU has read what it was told to from the host's memory, which is about to change."""
         if self.on_host and self.updates.is_cuda:
-            torch.cuda.synchronize(self.updates.device)
+            synchronize(self.updates.device)
 
     def settle(self) -> None:
         """Waits until updates are done and in the parameters, and all that stay whole are."""
@@ -247,5 +250,5 @@ class Optimizer:
         self.gatherer.settle()
 
 
-def _copy_to_host(home: Home) -> InMemory:
-    return InMemory(home.fetch().wait().to("cpu", copy=True))
+def _copy_to_host(storage: Storage) -> InMemory:
+    return InMemory(storage.fetch().wait().to("cpu", copy=True))

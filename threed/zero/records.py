@@ -16,7 +16,7 @@ from torch import Tensor
 from threed.sharding import Box, Piece, boxes
 from threed.zero.optimizer import Optimizer
 from threed.zero.state import WEIGHT as WEIGHT
-from threed.zero.state import State, drop_all, on_loan
+from threed.zero.state import State, drop_all, fetched_in_turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Record:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.state.homes[self.part].dtype
+        return self.state.storages[self.part].dtype
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +56,7 @@ def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Itera
 
 
 def _records_of(state: State, parts: tuple[str, ...] | None) -> Iterator[Record]:
-    wanted = [part for part in state.homes if parts is None or part in parts]
+    wanted = [part for part in state.storages if parts is None or part in parts]
     for run in state.bucket.runs():
         for box in boxes(run.piece, run.first, run.last):
             yield from (Record(part, run.piece, box, state, run.offset + box.offset) for part in wanted)
@@ -64,15 +64,15 @@ def _records_of(state: State, parts: tuple[str, ...] | None) -> Iterator[Record]
 
 def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
     """Records with their values [*box.size], which are views of this rank's state until the next one is asked for."""
-    optimizer.bring_home()
+    optimizer.flush()
     by_state = [(state, list(some)) for state, some in groupby(wanted, key=lambda record: record.state)]
     asked = ((state, state.fetch(dict.fromkeys(record.part for record in some))) for state, some in by_state)
-    for (_, loans), (_, some) in zip(on_loan(asked), by_state, strict=True):
+    for (_, buffers), (_, some) in zip(fetched_in_turn(asked), by_state, strict=True):
         try:
             for record in some:
-                yield record, record.of(loans[record.part].wait())
+                yield record, record.of(buffers[record.part].wait())
         finally:
-            drop_all(loans)
+            drop_all(buffers)
 
 
 def fill(
@@ -83,13 +83,13 @@ def fill(
         optimizer.discard()
     else:
         optimizer.settle()
-        optimizer.bring_home()
+        optimizer.flush()
         optimizer.let_device_read()
     with optimizer.changing():
         optimizer.gatherer.settle()  # a step's gather may still read what is written here
         optimizer.gatherer.release_all()  # and what is whole now would be old
         for state in (*optimizer.states, *optimizer.frozen):
-            wanted = [part for part in state.homes if parts is None or part in parts]
+            wanted = [part for part in state.storages if parts is None or part in parts]
             with optimizer.held(state, wanted, write=True) as held:
                 for record in _records_of(state, parts):
                     record.of(held[record.part]).copy_(source(record.part, record.piece, record.box))

@@ -18,29 +18,44 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
-from threed.memory.tiers import InMemory, Loan, start_copy
+from threed.memory.tiers import InMemory, StagedBuffer, start_copy
 from threed.planner.memory import BUCKETS_IN_FLIGHT
 from threed.topology import Axis
-from threed.zero.gradients import ByBucket, Gradient, Gradients, Travelling, Whole, early_sum, later_sums
-from threed.zero.layout import Bucket, Layout, Slot
+from threed.zero.gradients import BucketGradients, FullGradients, Gradient, Gradients, InFlight, early_sum, later_sums
+from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.norm import squares
 from threed.zero.others import left
 from threed.zero.sink import EVER, Sink, taken_by, too_late
 from threed.zero.unused import Unused
 
 
+@dataclass(eq=False)
+class Queue:
+    """Buckets that leave in this order: of one chunk of the model, or of parameters that several chunks share.
+
+    begun: how many of them have left in this round. passes: backwards of these chunks that are still to end.
+    """
+
+    chunks: tuple[int, ...]
+    buckets: list[int] = field(default_factory=list)
+    sinks: list[Sink] = field(default_factory=list)
+    begun: int = 0
+    passes: int = 1
+
+
 class Reducer:
     """Sums every bucket's gradients over the ranks that share it.
 
-    begin(microbatches) before the first backward, `pass_ended` after each; finish() after the last gives each bucket's
-    slice of the sum. wire: the dtype gradients travel in, by default their own. dynamic: see above; its backwards run
-    as its `own_backward`.
+    begin(microbatches) before the first backward, `pass_ended(chunk)` after each; finish() after the last gives each
+    bucket's slice of the sum. wire: the dtype gradients travel in, by default their own. dynamic: see above; its
+    backwards run as its `own_backward`.
     """
 
     def __init__(self, layout: Layout, wire: torch.dtype | None = None, dynamic: bool = False) -> None:
@@ -48,29 +63,33 @@ class Reducer:
         self._learning = True  # until the first step is over
         self.speaks = True  # of the tensor ranks that hold the same, one names what is unused
         self.rounds = layout.policy.slices_gradients
-        self.memory: Gradients = ByBucket(layout) if self.rounds else Whole(layout)
+        self.memory: Gradients = BucketGradients(layout) if self.rounds else FullGradients(layout)
         self._sinks: dict[Slot, Sink] = {}
         self._buckets_of: dict[Slot, list[int]] = {}
+        self._queues: dict[tuple[int, ...], Queue] = {}
         for group in layout.groups:
-            for slot in group.slots if group.kind.trainable else ():
-                sink = Sink(self, slot, EVER if slot.varies and not dynamic else self._places(slot))
+            queue = self._queues.setdefault(group.key.chunks, Queue(group.key.chunks))
+            for slot in group.slots if group.key.trainable else ():
+                sink = Sink(self, slot, self._expected(slot, group))
+                queue.sinks.append(sink)
                 slot.param.sink = sink  # type: ignore[attr-defined]
                 slot.param.register_post_accumulate_grad_hook(taken_by(weakref.ref(sink)))
                 self._sinks[slot] = sink
         self.sinks = list(self._sinks.values())
         self._slots = [bucket.slots() for bucket in layout.buckets]
         for number, slots in enumerate(self._slots):
+            self._queue_of(number).buckets.append(number)
             for slot in slots:
                 self._buckets_of.setdefault(slot, []).append(number)
-        self._passes = self._rounds_left = 1
+        self._passes = 1  # of a round
         self._ended = 0  # passes of this step
-        self._missing: list[int] = []
-        self._begun = 0  # buckets of this round that have left
-        self._travelling: deque[Travelling] = deque()
-        self._arriving: deque[tuple[Travelling, Pending]] = deque()  # summed, and on their way to the host
+        self._missing = [0] * len(layout.buckets)
+        self._left: set[int] = set()  # buckets that have left in this round
+        self._summed: set[int] = set()  # and those in this step
+        self._in_flight: deque[InFlight] = deque()
+        self._returning: deque[tuple[InFlight, Pending]] = deque()  # summed, and on their way to the host
         self._squares: dict[Bucket, Tensor] = {}  # of complete slices
         self._aside: dict[Slot, Tensor] = {}
-        self._first = True  # this step's first round
         self.gather_order: Callable[[], int] = lambda: 0  # what a step gathered, when that must be the same everywhere
         self.unused: Unused | None = None  # hears of what was used
         self.listener: Callable[[Slot], None] | None = None  # told of every parameter whose gradient is complete
@@ -90,13 +109,22 @@ class Reducer:
             sink.uses = sink.uses if sink.uses == EVER else learnt.get(sink.slot.spec.name, self._places(sink.slot))
             sink.used = False
 
+    def _expected(self, slot: Slot, group: Group) -> int:
+        """Contributions in a micro-batch. What several chunks share gets some in each one's round."""
+        unknown = slot.varies or (self.rounds and len(group.key.chunks) > 1)
+        return EVER if unknown and not self.dynamic else self._places(slot)
+
+    def _queue_of(self, number: int) -> Queue:
+        return self._queues[self.layout.buckets[number].group.key.chunks]
+
     def _places(self, slot: Slot) -> int:
         return 1 if self.dynamic else len(slot.places)
 
     def begin(self, microbatches: int) -> None:
         """Expects the gradients of a step; what is left of one that was given up is forgotten."""
-        self._passes, self._rounds_left = (1, microbatches) if self.rounds else (microbatches, 1)
-        self._ended = 0
+        self._passes, self._ended = 1 if self.rounds else microbatches, 0
+        for queue in self._queues.values():
+            queue.passes = microbatches * len(queue.chunks)
         self._begin_anew()
 
     def drop(self) -> None:
@@ -106,123 +134,139 @@ class Reducer:
         if not self._ended:
             return
         if not self.rounds:
-            while self._begun < len(self.layout.buckets):  # other ranks may have sent more, or less
-                self._start()
+            for queue in self._queues.values():  # other ranks may have sent more, or less
+                self._start_all(queue)
             self._passes = max(1, self._passes - self._ended)
         self._ended = 0
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        while self._travelling:
-            self._land()
-        while self._arriving:
-            self._arrive()
+        self._complete_all()
         self.memory.reset()
         self._aside.clear()
         self._squares.clear()
-        self._first = True
-        self._begin_round()
+        self._summed.clear()
+        for queue in self._queues.values():
+            self._begin_round(queue)
 
-    def _begin_round(self) -> None:
-        for sink in self.sinks:
+    def _begin_round(self, queue: Queue) -> None:
+        for sink in queue.sinks:
             sink.begin(self._passes)
-        due = {sink.slot for sink in self.sinks if sink.due}
-        self._missing = [sum(slot in due for slot in slots) for slots in self._slots]
-        self._begun = 0
+        due = {sink.slot for sink in queue.sinks if sink.expected}
+        for number in queue.buckets:
+            self._missing[number] = sum(slot in due for slot in self._slots[number])
+        self._left.difference_update(queue.buckets)
+        queue.begun = 0
 
     def arrived(self, slot: Slot) -> None:
         """A parameter's gradient is complete; starts what has become ready, in the fixed order."""
         if self.listener is not None:
             self.listener(slot)
-        for number in self._buckets_of.get(slot, ()):  # a vocabulary shard of nothing may lie in no bucket
+        numbers = self._buckets_of.get(slot)
+        if not numbers:  # a vocabulary shard of nothing may lie in no bucket
+            return
+        for number in numbers:
             self._missing[number] -= 1
-        while self._begun < len(self._missing) and self._missing[self._begun] == 0:
-            self._start()
+        queue = self._queue_of(numbers[0])
+        while queue.begun < len(queue.buckets) and self._missing[queue.buckets[queue.begun]] == 0:
+            self._start(queue)
 
-    def _start(self) -> None:
-        bucket = self.layout.buckets[self._begun]
-        for slot in self._slots[self._begun]:
-            if not self.sink_of(slot).seen:
+    def _start_all(self, queue: Queue) -> None:
+        while queue.begun < len(queue.buckets):
+            self._start(queue)
+
+    def _start(self, queue: Queue) -> None:
+        number = queue.buckets[queue.begun]
+        bucket = self.layout.buckets[number]
+        for slot in self._slots[number]:
+            if not self.sink_of(slot).received:
                 self.memory.missing(slot, bucket)
-        self._begun += 1
-        self._make_way(bucket)
-        window, add = self.memory.leave(bucket), self.rounds and not self._first
-        loan = bucket.grad.fetch() if add else bucket.grad.blank()
-        shard, into = bucket.group.shard, loan.values
+        queue.begun += 1
+        self._left.add(number)
+        self._limit_in_flight(bucket)
+        window, add = self.memory.leave(bucket), self.rounds and number in self._summed
+        self._summed.add(number)
+        staged = bucket.grad.fetch() if add else bucket.grad.empty()
+        shard, into = bucket.group.shard, staged.values
         if shard.size == 1:
             pending = self._sum_over(window, early_sum(bucket))
         elif into.device != window.device:
             pending = collectives.start_reduce_scatter(window, shard, wire=self.wire)
         else:
             pending = collectives.start_reduce_scatter(window, shard, wire=self.wire, into=into, add=add)
-        complete = self._rounds_left <= 1 and not later_sums(bucket)
-        self._travelling.append(Travelling(bucket, window, pending, loan, add, complete))
+        complete = (queue.passes <= 1 or not self.rounds) and not later_sums(bucket)
+        self._in_flight.append(InFlight(bucket, window, pending, staged, add, complete))
         at_hand = not add or isinstance(bucket.grad, InMemory)
         if self.rounds and at_hand and shard.size == 1 and not early_sum(bucket):
-            self._land()  # there is nothing to wait for
+            self._complete_oldest()  # there is nothing to wait for
 
-    def _make_way(self, bucket: Bucket) -> None:
-        """Lands what is too much under way, and what an earlier round sent of this bucket: it is about to be read."""
-        while self.rounds and len(self._travelling) >= BUCKETS_IN_FLIGHT:
-            self._land()
-        while any(t.bucket is bucket for t in self._travelling):
-            self._land()
-        while any(t.bucket is bucket for t, _ in self._arriving):
-            self._arrive()
+    def _limit_in_flight(self, bucket: Bucket) -> None:
+        """Lands what is too much under way, for its buffers, and what an earlier round sent of this bucket: it is about
+        to be read."""
+        while len(self._in_flight) >= BUCKETS_IN_FLIGHT:
+            self._complete_oldest()
+        while any(t.bucket is bucket for t in self._in_flight):
+            self._complete_oldest()
+        while any(t.bucket is bucket for t, _ in self._returning):
+            self._store_oldest()
 
-    def _land(self) -> None:
+    def _complete_oldest(self) -> None:
         """Waits for the bucket that has been on its way longest."""
-        t = self._travelling.popleft()
-        t.loan.wait()  # what the sum may be added to
+        t = self._in_flight.popleft()
+        t.staged.wait()  # what the sum may be added to
         total = t.pending.wait()
-        self._arriving.append((t, start_copy(total, t.loan.values.device)))
-        while len(self._arriving) > (BUCKETS_IN_FLIGHT if total.device != t.loan.values.device else 0):
-            self._arrive()
+        self._returning.append((t, start_copy(total, t.staged.values.device)))
+        while len(self._returning) > (BUCKETS_IN_FLIGHT if total.device != t.staged.values.device else 0):
+            self._store_oldest()
 
-    def _arrive(self) -> None:
-        """Waits for the slice that has been on its way home longest."""
-        t, copy = self._arriving.popleft()
-        total, own = copy.wait(), t.loan.wait()
+    def _complete_all(self) -> None:
+        while self._in_flight:
+            self._complete_oldest()
+        while self._returning:
+            self._store_oldest()
+
+    def _store_oldest(self) -> None:
+        """Waits for the slice that has been on its way storage longest."""
+        t, copy = self._returning.popleft()
+        total, own = copy.wait(), t.staged.wait()
         if not collectives.same_start(total, own):
             own.add_(total) if t.add else own.copy_(total)
-        self._put_back(t.bucket, t.loan, t.complete)
-        self.memory.left(t.window)
+        self._store(t.bucket, t.staged, t.complete)
+        if t.window is not None:
+            self.memory.left(t.window)
 
-    def _put_back(self, bucket: Bucket, loan: Loan, complete: bool) -> None:
-        """A bucket's slice goes home; what the norm needs of it is found while it is here, and in a cache."""
+    def _store(self, bucket: Bucket, staged: StagedBuffer, complete: bool) -> None:
+        """A bucket's slice goes storage; what the norm needs of it is found while it is here, and in a cache."""
         if complete:
-            self._squares[bucket] = squares(loan.values)
-        loan.store()
+            self._squares[bucket] = squares(staged.values)
+        staged.store()
 
-    def pass_ended(self) -> None:
-        """A micro-batch's backward is over; where that is a round, what is left of it leaves."""
+    def pass_ended(self, chunk: int = 0) -> None:
+        """A chunk's backward of a micro-batch is over; where that is a round, what is left of it leaves."""
         self._ended += 1
-        if self.rounds:
-            self.flush()
-            self._first = False
-            self._rounds_left -= 1
-            self._begin_round()
+        for queue in self._queues.values() if self.rounds else ():
+            if chunk in queue.chunks:
+                self._flush(queue)
+                queue.passes -= 1
+                self._begin_round(queue)
 
-    def flush(self) -> None:
+    def _flush(self, queue: Queue) -> None:
         """No more gradients will come in this round: what never got one counts as zero, and every bucket leaves."""
-        while self._begun < len(self.layout.buckets):
-            self._start()
-        for sink in self.sinks if self.dynamic or self._learning else ():
-            uses = -(-(sink.seen + sink.late) // self._passes)
+        self._start_all(queue)
+        for sink in queue.sinks if self.dynamic or self._learning else ():
+            uses = -(-(sink.received + sink.late) // self._passes)
             sink.uses = uses if self.dynamic else max(sink.uses, uses)
 
-    def all_passes_ended(self, chunk: int = 0) -> None:
-        """The step's backwards are over; gradients that are kept in full leave."""
-        if not self.rounds:
-            self.flush()
+    def all_passes_ended(self, chunk: int | None = None) -> None:
+        """The step's backwards, or those of one chunk, are over; gradients that are kept in full leave."""
+        for queue in self._queues.values() if not self.rounds else ():
+            if chunk is None or queue.chunks == (chunk,):
+                self._flush(queue)
 
     def finish(self) -> list[Gradient]:
         """Each bucket's slice of the summed gradients, in bucket order."""
         self.all_passes_ended()
-        while self._travelling:
-            self._land()
-        while self._arriving:
-            self._arrive()
+        self._complete_all()
         if any(group.sliced for group in self.layout.groups):
             self.memory.trim()  # gathered parameters are the next to need memory
         if self.dynamic:
@@ -239,27 +283,21 @@ class Reducer:
     def _sum_rest(self) -> list[Gradient]:
         """Each bucket's slice, summed over the axes that are left: one after the other, in the order of groups, which
         ranks have in common where they share a group. In the order of completion stages would wait in a circle."""
-        sums: dict[Bucket, Pending] = {}
-        for bucket in (bucket for group in self.layout.groups if group.kind.trainable for bucket in group.buckets):
-            device = bucket.group.params.device
-            if isinstance(bucket.grad, InMemory) and bucket.grad.device == device:
-                sums[bucket] = self._sum_over(bucket.grad.tensor, later_sums(bucket))
-            elif later_sums(bucket):
-                loan = bucket.grad.fetch()
-                own = loan.wait()
-                own.copy_(self._sum_over(own.to(device), later_sums(bucket)).wait())
-                self._put_back(bucket, loan, complete=True)
-        for pending in sums.values():
-            pending.wait()
-        return [self._gradient(bucket, sums.get(bucket)) for bucket in self.layout.buckets]
+        for bucket in (bucket for group in self.layout.groups if group.key.trainable for bucket in group.buckets):
+            if axes := later_sums(bucket):
+                self._limit_in_flight(bucket)
+                staged = bucket.grad.fetch()
+                pending = self._sum_over(staged.wait().to(bucket.group.params.device), axes)
+                self._in_flight.append(InFlight(bucket, None, pending, staged, add=False, complete=True))
+        self._complete_all()
+        return [self._gradient(bucket) for bucket in self.layout.buckets]
 
-    def _gradient(self, bucket: Bucket, total: Pending | None) -> Gradient:
-        home = bucket.grad if total is None else InMemory(total.wait())
-        if bucket not in self._squares:  # summed just now; or the step had fewer micro-batches than announced
-            loan = home.fetch()
-            self._squares[bucket] = squares(loan.wait())
-            loan.drop()
-        return Gradient(home, self._squares[bucket])
+    def _gradient(self, bucket: Bucket) -> Gradient:
+        if bucket not in self._squares:  # the step had fewer micro-batches than announced
+            staged = bucket.grad.fetch()
+            self._squares[bucket] = squares(staged.wait())
+            staged.drop()
+        return Gradient(bucket.grad, self._squares[bucket])
 
     def _sum_over(self, tensor: Tensor, axes: tuple[Axis, ...]) -> Pending:
         for axis in axes[:-1]:
@@ -270,7 +308,7 @@ class Reducer:
 
     def is_late(self, sink: Sink) -> bool:
         """Whether a contribution would come after its parameter, or a part of it, has left."""
-        return any(number < self._begun for number in self._buckets_of.get(sink.slot, ()))
+        return any(number in self._left for number in self._buckets_of.get(sink.slot, ()))
 
     def _keep_what_others_left(self) -> None:
         for slot, grad in left(self._sinks):
@@ -280,7 +318,7 @@ class Reducer:
     def _name_unused(self) -> None:
         """Names the parameters that no rank has used in the first step."""
         policy = self.layout.policy
-        own = {slot for group in self.layout.groups if not group.kind.tied for slot in group.slots}
+        own = {slot for group in self.layout.groups if not group.key.tied for slot in group.slots}
         never = {sink.slot.spec.name for sink in self.sinks if not sink.used and sink.slot in own}
         for axis in (policy.shard, policy.replicas):
             never.intersection_update(*collectives.exchange(sorted(never), axis))
@@ -325,8 +363,8 @@ class Reducer:
                     grad = self._aside[slot].view(-1)[first - slot.first : last - slot.first]
                     window[first - bucket.first : last - bucket.first].copy_(grad)
             total = collectives.start_reduce_scatter(window, policy.shard, wire=self.wire)
-            loan = bucket.grad.fetch()
-            own = loan.wait()
+            staged = bucket.grad.fetch()
+            own = staged.wait()
             own.add_(self._sum_over(total.wait(), early_sum(bucket)).wait().to(own.device))
-            self._put_back(bucket, loan, complete=not later_sums(bucket))
+            self._store(bucket, staged, complete=not later_sums(bucket))
         self._aside.clear()

@@ -15,11 +15,11 @@ from threed.ops.adam import Adam
 from threed.ops.lion import Lion
 from threed.ops.sgd import SGD
 from threed.ops.update import Rule
-from threed.planner.memory import drive_buffers, update_loans
+from threed.planner.memory import drive_buffers, update_buffers
 from threed.precision import LossScale, dtype
 from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
-from threed.zero.layout import HasModules, Layout, Policy, Rates
+from threed.zero.layout import GroupOptions, HasModules, Layout, Policy
 
 
 def shard_axes(config: Config, topology: Topology) -> tuple[str, str, str]:
@@ -39,21 +39,22 @@ def policy(config: Config, topology: Topology) -> Policy:
     """How parameters are laid out."""
     alone = Axis("dp", (topology.rank,), 0, None, topology.traffic)
     shard, replicas, _ = (topology.axis(name) if name else alone for name in shard_axes(config, topology))
-    params, optimizer = _tiers(config, topology.on_paper)
+    host = topology.device if topology.on_paper else torch.device("cpu")
+    params, optimizer = _tiers(config, host, topology.on_paper)
     return Policy(
         stage=config.zero.stage, shard=shard, replicas=replicas, bucket_bytes=int(config.zero.bucket_mib * 2**20),
         param_dtype=dtype(config.precision.dtype), grad_dtype=dtype(config.precision.grad_dtype or "fp32"),
-        resident=config.zero.resident, rates=rates(config.optim), arena=config.recompute.arena,
-        params_tier=params, optimizer_tier=optimizer,
+        resident=config.zero.resident, options=group_options(config.optim), arena=config.recompute.arena,
+        params_tier=params, optimizer_tier=optimizer, host=host,
     )  # fmt: skip
 
 
-def _tiers(config: Config, on_paper: bool) -> tuple[Tier | None, Tier | None]:
+def _tiers(config: Config, host: torch.device, on_paper: bool) -> tuple[Tier | None, Tier | None]:
     """Where parameters and the optimizer's state live, when not on the device."""
     zero = config.zero
-    places: dict[str, Tier | None] = {"none": None, "cpu": memory_tier(torch.device("cpu"))}
+    places: dict[str, Tier | None] = {"none": None, "cpu": memory_tier(host)}
     if "nvme" in (zero.offload_params, zero.offload_optimizer):
-        places["nvme"] = DriveOnPaper() if on_paper else Drive(Disk(str(zero.nvme_path), "zero"))
+        places["nvme"] = DriveOnPaper(host) if on_paper else Drive(Disk(str(zero.nvme_path), "zero"))
     return places[zero.offload_params], places[zero.offload_optimizer]
 
 
@@ -62,34 +63,34 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
     zero, policy = config.zero, layout.policy
     slices: Counter[int] = Counter()
     for group in layout.groups:
-        for unit in (group.kind.units or ()) if group.kind.tile is None else ():
+        for unit in (group.key.units or ()) if group.key.tile is None else ():
             slices[unit] += len(group.buckets)
-    tiles = max((len(group.buckets) for group in layout.groups if group.kind.tile), default=0)
+    tiles = max((len(group.buckets) for group in layout.groups if group.key.tile), default=0)
     ahead = range(zero.prefetch + 1)  # neighbours: an embedding is larger than the blocks behind it
     gathered = max((sum(slices[unit + n] for n in ahead) for unit in list(slices)), default=0) + 2 * tiles
     width = max(policy.param_dtype.itemsize, policy.grad_dtype.itemsize, 4)
     narrow, swapped = policy.param_dtype.itemsize < 4, zero.offload_optimizer == "nvme"
-    loans = update_loans(
+    buffers = update_buffers(
         swapped, zero.offload_params == "nvme", narrow=narrow, zero_stage=policy.stage, moments=moments
     )
     for drive in policy.drives:
         mine = gathered if drive is policy.params_tier else 0
-        drive.count, drive.idle = drive_buffers(mine, loans, swapped * (moments + narrow))
+        drive.count, drive.idle = drive_buffers(mine, buffers, swapped * (moments + narrow))
         drive.nbytes = max((b.share for group in layout.groups for b in group.buckets), default=1) * width
 
 
-def rates(optim: OptimConfig) -> Callable[[ShardSpec], Rates]:
+def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
     """Learning rate and decay of every parameter: of the first group that its name matches, else the optimizer's."""
 
     groups = optim.groups
 
-    def of_name(name: str, decays: bool) -> Rates:
+    def of_name(name: str, decays: bool) -> GroupOptions:
         own = next((group for group in groups if fnmatchcase(name, group.match)), None)
         factor = 1.0 if own is None or own.lr is None else own.lr / optim.lr
         decay = optim.weight_decay if decays else 0.0
-        return Rates(factor, decay if own is None or own.weight_decay is None else own.weight_decay)
+        return GroupOptions(factor, decay if own is None or own.weight_decay is None else own.weight_decay)
 
-    def of(spec: ShardSpec) -> Rates:
+    def of(spec: ShardSpec) -> GroupOptions:
         found = {of_name(piece.name, spec.decay) for piece in spec.pieces}
         if len(found) > 1:
             names = ", ".join(piece.name for piece in spec.pieces)

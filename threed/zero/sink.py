@@ -37,12 +37,12 @@ class Sink:
 
     def __init__(self, reducer: Collector, slot: Slot, uses: int) -> None:
         self.reducer, self.slot, self.uses = reducer, slot, uses
-        self.due = self.seen = self.late = 0  # contributions: to come, in memory, kept aside
+        self.expected = self.received = self.late = 0  # contributions: to come, in memory, kept aside
         self.used = False  # in any step
 
     def begin(self, passes: int) -> None:
         """Expects a round's contributions: so many in each of its micro-batches."""
-        self.due, self.seen, self.late = self.uses * passes, 0, 0
+        self.expected, self.received, self.late = self.uses * passes, 0, 0
 
     def add(self, grad: Tensor) -> None:
         """Adds a whole gradient."""
@@ -50,7 +50,7 @@ class Sink:
             self.reducer.keep_aside(self.slot, grad)
             return
         target = self._target()
-        if self.seen:
+        if self.received:
             target.add_(grad)
         else:
             target.copy_(grad)
@@ -61,7 +61,7 @@ class Sink:
         if self.reducer.is_late(self) or a.dtype != self.reducer.layout.policy.grad_dtype:
             return self.add(torch.mm(a, b))
         target = self._target()
-        matmul.add_product_(target, a, b, fresh=not self.seen)
+        matmul.add_product_(target, a, b, fresh=not self.received)
         return self._arrived()
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
@@ -70,7 +70,7 @@ class Sink:
             whole = rows.new_zeros(self.slot.param.shape)
             return self.add(whole.index_add_(0, index, rows) if len(whole) else whole)
         target = self._target()
-        if not self.seen:
+        if not self.received:
             target.zero_()
         if target.shape[0]:
             target.index_add_(0, index, rows.to(target.dtype))
@@ -92,9 +92,9 @@ class Sink:
 
     def _arrived(self) -> None:
         self.used = True
-        self.seen += 1
-        self.due -= 1
-        if self.due == 0:
+        self.received += 1
+        self.expected -= 1
+        if self.expected == 0:
             self.reducer.arrived(self.slot)
 
 

@@ -1,11 +1,11 @@
 """What the optimizer keeps for each bucket slice, where that lives, and how it comes and goes.
 
     state = new_state(bucket, parts, policy, delayed)
-    for state, loans in on_loan((state, state.fetch(parts)) for state in states):     the next one comes meanwhile
-        loans["weight"].wait()                                                        [n]
+    for state, buffers in fetched_in_turn((state, state.fetch(parts)) for state in states):    reads one ahead
+        buffers["weight"].wait()                                                               [n]
 
 An update takes `fetch_for_update` and ends with `put_back`, which may leave states in buffers that nobody needs before
-the next update. Whoever else wants a state asks the optimizer to `bring_home` what was kept.
+the next update. Whoever else wants a state asks the optimizer to `flush` what was kept.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from threed.memory.tiers import Drive, Home, InMemory, Loan, OnDrive, memory_tier
+from threed.memory.tiers import Drive, InMemory, OnDrive, StagedBuffer, Storage, memory_tier
 from threed.planner.memory import UPDATES_AHEAD
 from threed.zero.layout import Bucket, Layout, Policy
 
 WEIGHT = "weight"
-GRADIENT, PARAMETER = "gradient", "parameter"  # what an update has on loan beside a bucket's state
+GRADIENT, PARAMETER = "gradient", "parameter"  # what an update stages beside a bucket's state
 
 
 @dataclass(eq=False)
@@ -34,44 +34,50 @@ class State:
     """
 
     bucket: Bucket
-    homes: dict[str, Home]
-    kept: dict[str, Loan] = field(default_factory=dict)  # newer than what is at home
+    storages: dict[str, Storage]
+    kept: dict[str, StagedBuffer] = field(default_factory=dict)  # newer than what is stored
 
     @property
-    def weight(self) -> Home:
+    def weight(self) -> Storage:
         """Of the weights: masters, at least fp32."""
-        return self.homes[WEIGHT]
+        return self.storages[WEIGHT]
 
     @property
     def shared(self) -> bool:
         """Whether the weights are the parameter slice itself."""
-        return self.weight is self.bucket.home
+        return self.weight is self.bucket.storage
 
     @property
     def may_keep(self) -> list[str]:
         """The parts that only updates read, and from a drive."""
-        return [p for p, home in self.homes.items() if isinstance(home, OnDrive) and home is not self.bucket.home]
+        return [
+            p
+            for p, storage in self.storages.items()
+            if isinstance(storage, OnDrive) and storage is not self.bucket.storage
+        ]
 
-    def fetch(self, parts: Iterable[str]) -> dict[str, Loan]:
-        """Begins to bring some parts from home, where they must be newest."""
+    def fetch(self, parts: Iterable[str]) -> dict[str, StagedBuffer]:
+        """Begins to read some parts from their storages, where they must be newest."""
         if self.kept:
-            raise RuntimeError("call Optimizer.bring_home() first: newer values are in buffers")
-        return _fetch_all({part: self.homes[part] for part in parts}, {})
+            raise RuntimeError("call Optimizer.flush() first: newer values are in buffers")
+        return _fetch_all({part: self.storages[part] for part in parts}, {})
 
-    def fetch_for_update(self, gradient: Home) -> dict[str, Loan]:
+    def fetch_for_update(self, gradient: Storage) -> dict[str, StagedBuffer]:
         """Begins to bring a slice of gradients, and all parts that were not kept."""
         kept, self.kept = self.kept, {}
-        return _fetch_all({**self.homes, GRADIENT: gradient}, kept)
+        return _fetch_all({**self.storages, GRADIENT: gradient}, kept)
 
-    def put_back(self, loans: dict[str, Loan], keep: bool) -> None:
+    def put_back(self, buffers: dict[str, StagedBuffer], keep: bool) -> None:
         """Stores what was updated; keep: all but what others read, which the next update begins with."""
-        self.kept = {part: loans.pop(part) for part in self.may_keep} if keep else {}
-        store_all(loans)
+        self.kept = {part: buffers.pop(part) for part in self.may_keep} if keep else {}
+        store_all(buffers)
 
 
-def on_loan(wanted: Iterable[tuple[State, dict[str, Loan]]]) -> Iterator[tuple[State, dict[str, Loan]]]:
+def fetched_in_turn(
+    wanted: Iterable[tuple[State, dict[str, StagedBuffer]]],
+) -> Iterator[tuple[State, dict[str, StagedBuffer]]]:
     """What is wanted of each state, one after the other; the next one is asked for, and on its way, meanwhile."""
-    coming: deque[tuple[State, dict[str, Loan]]] = deque()
+    coming: deque[tuple[State, dict[str, StagedBuffer]]] = deque()
     try:
         for both in wanted:
             coming.append(both)
@@ -80,32 +86,32 @@ def on_loan(wanted: Iterable[tuple[State, dict[str, Loan]]]) -> Iterator[tuple[S
         while coming:
             yield coming.popleft()
     finally:  # also where the reader stops early: what was fetched for it goes back
-        for _, loans in coming:
-            drop_all(loans)
+        for _, buffers in coming:
+            drop_all(buffers)
 
 
-def drop_all(loans: dict[str, Loan]) -> None:
-    """Ends loans that come to nothing, and empties the dict."""
-    while loans:
-        loans.popitem()[1].drop()
+def drop_all(buffers: dict[str, StagedBuffer]) -> None:
+    """Gives buffers back unwritten, and empties the dict."""
+    while buffers:
+        buffers.popitem()[1].drop()
 
 
-def store_all(loans: dict[str, Loan]) -> None:
-    """Ends loans whose values go home, and empties the dict."""
-    while loans:  # one that cannot be stored is over all the same
-        loans.popitem()[1].store()
+def store_all(buffers: dict[str, StagedBuffer]) -> None:
+    """Writes buffers to their storages, and empties the dict."""
+    while buffers:  # one that cannot be stored is over all the same
+        buffers.popitem()[1].store()
 
 
-def _fetch_all(homes: Mapping[str, Home], loans: dict[str, Loan]) -> dict[str, Loan]:
-    """Adds to the loans what they lack of the homes; all or nothing."""
+def _fetch_all(storages: Mapping[str, Storage], buffers: dict[str, StagedBuffer]) -> dict[str, StagedBuffer]:
+    """Adds to the buffers what they lack of the storages; all or nothing."""
     try:
-        for part, home in homes.items():
-            if part not in loans:
-                loans[part] = home.fetch()
+        for part, storage in storages.items():
+            if part not in buffers:
+                buffers[part] = storage.fetch()
     except BaseException:
-        drop_all(loans)
+        drop_all(buffers)
         raise
-    return loans
+    return buffers
 
 
 def new_state(bucket: Bucket, parts: tuple[str, ...], policy: Policy, delayed: bool) -> State:
@@ -113,10 +119,10 @@ def new_state(bucket: Bucket, parts: tuple[str, ...], policy: Policy, delayed: b
     the parameters are narrow, or in use while the weights are updated."""
     device = bucket.group.params.device
     tier = policy.optimizer_tier or memory_tier(device)
-    wide = bucket.home.dtype in (torch.float32, torch.float64)
-    here = bucket.home.device == (torch.device("cpu") if policy.optimizer_tier else device)
-    dtype = bucket.home.dtype if wide else torch.float32
-    weight = bucket.home if wide and here and not delayed else tier(bucket.share, dtype)
+    wide = bucket.storage.dtype in (torch.float32, torch.float64)
+    here = bucket.storage.device == (policy.host if policy.optimizer_tier else device)
+    dtype = bucket.storage.dtype if wide else torch.float32
+    weight = bucket.storage if wide and here and not delayed else tier(bucket.share, dtype)
     return State(bucket, {WEIGHT: weight, **{part: tier(bucket.share, dtype) for part in parts}})
 
 
@@ -140,37 +146,38 @@ def update_order(states: Sequence[State], middle: bool) -> list[int]:
     return large[: len(large) // 2] + small + large[len(large) // 2 :]
 
 
-def _places(layout: Layout, states: Sequence[State]) -> Iterator[tuple[str, Tensor | OnDrive]]:
-    """Where parameters, gradients and the optimizer's states are, each by what it is."""
+def _places(layout: Layout, states: Sequence[State]) -> Iterator[tuple[str, Tensor | OnDrive, bool]]:
+    """Where parameters, gradients and the optimizer's states are: each by what it is, and whether a tier has it."""
+    policy = layout.policy
     for group in layout.groups:
-        yield "parameters", group.params
-        yield "gradients", group.grads
-    homes = [("parameters", bucket.home) for group in layout.groups for bucket in group.buckets]
-    homes += [("gradients", bucket.grad) for group in layout.groups for bucket in group.buckets]
-    homes += [("optimizer", home) for state in states for home in state.homes.values()]
-    for what, home in homes:
-        if isinstance(home, InMemory):
-            yield what, home.tensor
-        elif isinstance(home, OnDrive):
-            yield what, home
+        yield "parameters", group.params, False
+        yield "gradients", group.grads, False
+    buckets = [bucket for group in layout.groups for bucket in group.buckets]
+    found = [("parameters", bucket.storage, policy.params_tier) for bucket in buckets]
+    found += [("gradients", bucket.grad, policy.optimizer_tier) for bucket in buckets]
+    found += [("optimizer", own, policy.optimizer_tier) for state in states for own in state.storages.values()]
+    for what, storage, tier in found:
+        if isinstance(storage, InMemory):
+            yield what, storage.tensor, tier is not None
+        elif isinstance(storage, OnDrive):
+            yield what, storage, True
 
 
 def storages(layout: Layout, states: Sequence[State]) -> list[Tensor]:
     """A tensor of every storage that parameters, gradients and optimizer states have in memory."""
-    return [place for _, place in _places(layout, states) if isinstance(place, Tensor)]
+    return [place for _, place, _ in _places(layout, states) if isinstance(place, Tensor)]
 
 
-def holdings(layout: Layout, states: Sequence[State]) -> dict[str, int]:
+def holdings(layout: Layout, states: Sequence[State], beside_gpu: bool) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states on the device, and of those of them that are elsewhere
-    (`offloaded`): every storage, and every region of a drive, once."""
+    (`offloaded`): every storage, and every region of a drive, once. beside_gpu: the host's memory is elsewhere."""
     seen: set[int] = set()
     held = {"parameters": 0, "gradients": 0, "optimizer": 0, "offloaded": 0}
-    device = next((group.params.device for group in layout.groups), None)
-    for what, place in _places(layout, states):
+    for what, place, in_tier in _places(layout, states):
         drive = isinstance(place, OnDrive)
         key, nbytes = (id(place), place.nbytes) if isinstance(place, OnDrive) else _storage(place)
         if key not in seen:
-            held["offloaded" if drive or place.device != device else what] += nbytes
+            held["offloaded" if drive or (in_tier and beside_gpu) else what] += nbytes
         seen.add(key)
     return held
 

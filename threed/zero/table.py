@@ -110,7 +110,7 @@ def _stand_in(slot: Slot) -> nn.Parameter:
 def install(
     modules: Iterable[nn.Module], layout: Layout, gatherer: Gatherer, taken: Callable[[Group], None] | None = None
 ) -> None:
-    """Gives every module whose parameters are sliced, or gathered after a step, such a table."""
+    """Returns every module whose parameters are sliced, or gathered after a step, such a table."""
     places: dict[int, dict[str, Place]] = {}
     for group in layout.groups:
         if group.shard.size == 1 and not group.sliced:

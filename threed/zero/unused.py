@@ -29,7 +29,7 @@ class Unused:
     def __init__(self, layout: Layout, updates: Tensor) -> None:
         self.layout, self.updates = layout, updates
         self.stretches: dict[Bucket, list[Stretch]] = {}
-        self._slots = [slot for group in layout.groups if group.kind.trainable for slot in group.slots]
+        self._slots = [slot for group in layout.groups if group.key.trainable for slot in group.slots]
         self._never = set(range(len(self._slots)))  # alike on all ranks
         self._since: dict[Slot, Tensor] = {}  # of those whose first use was not in the first step
         self._first = True

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from threed import collectives
 from threed.data import Data
 from threed.engine import Engine
 from threed.forecast import Forecast
@@ -23,19 +22,18 @@ def sample_text(engine: Engine, data: Data, count: int) -> str:
     return data.tokenizer.decode(generate(engine, prompt, count))
 
 
-def memory_rows(engine: Engine, forecast: Forecast, baseline: int, peak: int) -> list[dict[str, Any]]:
-    """Predicted and measured bytes of every rank, for the picture. Collective."""
-    measured = collectives.exchange([peak, baseline], engine.topology.axis("world"))
+def memory_rows(forecast: Forecast, peaks: Sequence[int], step: int) -> list[dict[str, Any]]:
+    """Predicted bytes of every rank, and those that it was measured to need in a step, for the picture."""
     return [
-        {"rank": rank.rank, "label": rank.label, "predicted": rank.bytes, "measured": m, "baseline": b}
-        for rank, (m, b) in zip(forecast.ranks, measured, strict=True)
+        {"rank": rank.rank, "label": rank.label, "predicted": rank.bytes, "measured": peak, "step": step}
+        for rank, peak in zip(forecast.ranks, peaks, strict=True)
     ]
 
 
 def draw(
     folder: Path, data: Data, forecast: Forecast, spans: Sequence[Sequence[Any]], memory: Sequence[Mapping[str, Any]]
 ) -> list[Path]:
-    """Draws loss.svg, memory.svg and pipeline.svg into the run's figures; gives those that were drawn."""
+    """RngState loss.svg, memory.svg and pipeline.svg into the run's figures; gives those that were drawn."""
     figures.save_figure_data(
         folder, uniform_entropy=data.uniform_entropy, unigram_entropy=data.unigram_entropy, memory=list(memory)
     )

@@ -1,11 +1,11 @@
 """Which layers are computed again in the backward, and where their inputs are kept until then.
 
     recomputed = build(config, units, live, slicing, topology)      # what a Stage is told
-    kept = recomputed.keeper.keep(x)                                # after a layer's forward
-    keeper.fetch(kept) · keeper.bring(kept)                         # a few layers ahead of its backward
-    x = keeper.take(kept)       ...     keeper.drop(kept)
+    kept = recomputed.store.save(x)                                # after a layer's forward
+    store.fetch(kept) · store.prefetch(kept)                         # a few layers ahead of its backward
+    x = store.get(kept)       ...     store.release(kept)
 
-Kept is the input itself; or a copy in a slot of an arena, in host memory beside a GPU, or on a drive. Where every
+SavedInput is the input itself; or a copy in a slot of an arena, in host memory beside a GPU, or on a drive. Where every
 tensor rank has the same input each keeps its part of it, and they are gathered again (ZeRO, arXiv 1910.02054, section
 6.1: P_a, P_a+cpu). `fetch` begins to read from the drive, `bring` begins to move to the device and to gather; all
 tensor ranks run the same layers in the same order, so their gathers meet.
@@ -25,26 +25,27 @@ from torch import Tensor, nn
 from threed import collectives
 from threed.collectives import Pending
 from threed.config import Config, ConfigError
+from threed.device import beside, current_stream
 from threed.layers.recompute import Selective
 from threed.layers.slicing import Slicing
 from threed.memory.arena import Arena
 from threed.memory.io import BLOCK, Disk
-from threed.memory.tiers import Drive, Home, InMemory, Loan, OnDrive, beside
+from threed.memory.tiers import Drive, InMemory, OnDrive, StagedBuffer, Storage
 from threed.topology import Axis, Topology
 
 FETCH_AHEAD = 2  # inputs on their way from the drive
-BRING_AHEAD = 1  # inputs being gathered, or on their way to the device
+GATHER_AHEAD = 1  # inputs being gathered, or on their way to the device
 BUFFERS = 2 * FETCH_AHEAD + 2  # of the drive: read ahead, the one in use, written behind
 MOST_ON_DRIVE = BUFFERS - FETCH_AHEAD  # tensors of one input: all of them are in use at once
 
 
-class Homes(Protocol):
+class StoragePool(Protocol):
     """Places for inputs, used again and again."""
 
-    def take(self, numel: int, dtype: torch.dtype) -> Home:
+    def take(self, numel: int, dtype: torch.dtype) -> Storage:
         """A place for so many numbers."""
 
-    def give(self, home: Home) -> None:
+    def give(self, storage: Storage) -> None:
         """The place is free."""
 
 
@@ -54,12 +55,12 @@ class InArena:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
 
-    def take(self, numel: int, dtype: torch.dtype) -> Home:
+    def take(self, numel: int, dtype: torch.dtype) -> Storage:
         return InMemory(self.arena.take(numel, dtype))
 
-    def give(self, home: Home) -> None:
-        assert isinstance(home, InMemory)
-        self.arena.give(home.tensor)
+    def give(self, storage: Storage) -> None:
+        assert isinstance(storage, InMemory)
+        self.arena.give(storage.tensor)
 
 
 class OnDrives:
@@ -70,18 +71,18 @@ class OnDrives:
         self._drive: Drive | None = None
         self._free: list[OnDrive] = []
 
-    def take(self, numel: int, dtype: torch.dtype) -> Home:
+    def take(self, numel: int, dtype: torch.dtype) -> Storage:
         drive = self._large_enough(numel * dtype.itemsize)
-        home = self._free.pop() if self._free else drive(drive.nbytes, torch.uint8)
-        home.hold(numel, dtype)
-        return home
+        storage = self._free.pop() if self._free else drive(drive.nbytes, torch.uint8)
+        storage.hold(numel, dtype)
+        return storage
 
-    def give(self, home: Home) -> None:
-        assert isinstance(home, OnDrive)
-        if home.drive is self._drive:
-            self._free.append(home)
+    def give(self, storage: Storage) -> None:
+        assert isinstance(storage, OnDrive)
+        if storage.drive is self._drive:
+            self._free.append(storage)
         else:
-            self._release(home)
+            self._release(storage)
 
     def _large_enough(self, nbytes: int) -> Drive:
         """The drive; a new one where its buffers are too small, and larger by half at least: old regions are of no use
@@ -90,59 +91,61 @@ class OnDrives:
         if self._drive is None or nbytes > old:
             self._drive = Drive(self.disk, max(1, -(-max(nbytes, old * 3 // 2) // BLOCK)) * BLOCK, BUFFERS)
             free, self._free = self._free, []
-            for home in free:
-                self._release(home)
+            for storage in free:
+                self._release(storage)
         return self._drive
 
-    def _release(self, home: OnDrive) -> None:
-        if home.writing is not None:
-            home.writing.wait()  # the next one's write must not be overtaken
-        self.disk.release(home.offset, home.drive.nbytes)
+    def _release(self, storage: OnDrive) -> None:
+        if storage.writing is not None:
+            storage.writing.wait()  # the next one's write must not be overtaken
+        self.disk.release(storage.offset, storage.drive.nbytes)
 
 
 @dataclass(eq=False)
-class Kept:
+class SavedInput:
     """A layer's input. value: on the device, whole or this rank's part. arrived: when it has come from the host."""
 
     shape: torch.Size
-    home: Home | None = None
+    storage: Storage | None = None
     value: Tensor | None = None
-    arrived: torch.cuda.Event | None = None
-    loan: Loan | None = None
+    arrived: torch.Event | None = None
+    staged: StagedBuffer | None = None
     gathering: Pending | None = None
 
 
-class Keeper:
-    """Keeps inputs. axis: over which they are sliced, or None. homes: where copies go; None: inputs themselves stay.
-    device: where layers run; homes in the memory of another one are reached by a stream of their own."""
+class ActivationStore:
+    """Keeps inputs. axis: over which they are sliced, or None. storages: where copies go; None: inputs themselves stay.
+    device: where layers run; storages in the memory of another one are reached by a stream of their own."""
 
-    def __init__(self, axis: Axis | None, homes: Homes | None, device: torch.device, away: bool = False) -> None:
-        self.axis, self.homes, self.device = axis, homes, device
-        self._stream = torch.cuda.Stream(device) if away and device.type == "cuda" else None
-        self._leaving: deque[tuple[torch.cuda.Event, Loan, Tensor]] = deque()
+    def __init__(
+        self, axis: Axis | None, storages: StoragePool | None, device: torch.device, away: bool = False
+    ) -> None:
+        self.axis, self.storages, self.device = axis, storages, device
+        self._stream = torch.Stream(device) if away and device.type == "cuda" else None
+        self._leaving: deque[tuple[torch.Event, StagedBuffer, Tensor]] = deque()
 
-    def keep_all(self, given: Sequence[Tensor]) -> tuple[Kept, ...]:
+    def save_all(self, given: Sequence[Tensor]) -> tuple[SavedInput, ...]:
         """Keeps the tensors of a layer's input."""
-        if len(given) > MOST_ON_DRIVE and isinstance(self.homes, OnDrives):
+        if len(given) > MOST_ON_DRIVE and isinstance(self.storages, OnDrives):
             raise ValueError(
                 f"--recompute.offload nvme keeps at most {MOST_ON_DRIVE} tensors of a layer's input, not {len(given)}:"
                 " hand on fewer, or use --recompute.offload cpu"
             )
-        return tuple(self.keep(x) for x in given)
+        return tuple(self.save(x) for x in given)
 
-    def keep(self, x: Tensor) -> Kept:
+    def save(self, x: Tensor) -> SavedInput:
         """Keeps x [any shape]; it may be let go as soon as this returns."""
-        kept, part, numel = Kept(x.shape), x.detach(), x.numel()
+        kept, part, numel = SavedInput(x.shape), x.detach(), x.numel()
         if self.axis is not None:
             numel = -(-numel // self.axis.size)
             first = self.axis.index * numel
             part = part.reshape(-1)[first : first + numel]  # the last ranks' may be short
-        if self.homes is None:
+        if self.storages is None:
             kept.value = self._own(part, numel)
             return kept
-        kept.home = self.homes.take(numel, x.dtype)
-        loan = kept.home.blank()
-        self._copy_out(part.reshape(-1), loan)
+        kept.storage = self.storages.take(numel, x.dtype)
+        staged = kept.storage.empty()
+        self._copy_out(part.reshape(-1), staged)
         return kept
 
     def _own(self, part: Tensor, numel: int) -> Tensor:
@@ -153,76 +156,76 @@ class Keeper:
         own[: part.numel()].copy_(part)
         return own
 
-    def _copy_out(self, part: Tensor, loan: Loan) -> None:
-        target = loan.values[: part.numel()]
+    def _copy_out(self, part: Tensor, staged: StagedBuffer) -> None:
+        target = staged.values[: part.numel()]
         if self._stream is None:
             target.copy_(part)
-            loan.store()
+            staged.store()
             return
         with beside(self._stream):
             target.copy_(part, non_blocking=True)
-            self._leaving.append((self._stream.record_event(), loan, part))
+            self._leaving.append((self._stream.record_event(), staged, part))
         self._store_left(at_most=1)
 
     def _store_left(self, at_most: int) -> None:
         """What has come from the device may go on, and its memory there be used again; all but the last few are waited
         for: by the device, and by the host where it has to write them to a drive."""
         while self._leaving and (len(self._leaving) > at_most or self._leaving[0][0].query()):
-            event, loan, _ = self._leaving.popleft()
-            torch.cuda.current_stream(self.device).wait_event(event)
-            if not isinstance(loan, InMemory):
+            event, staged, _ = self._leaving.popleft()
+            current_stream(self.device).wait_event(event)
+            if not isinstance(staged, InMemory):
                 event.synchronize()
-            loan.store()
+            staged.store()
 
-    def fetch(self, kept: Kept) -> None:
+    def fetch(self, kept: SavedInput) -> None:
         """Begins to read it, if it is on a drive."""
-        if kept.home is not None and kept.loan is None and kept.value is None:
+        if kept.storage is not None and kept.staged is None and kept.value is None:
             self._store_left(at_most=0)
-            kept.loan = kept.home.fetch()
+            kept.staged = kept.storage.fetch()
 
-    def bring(self, kept: Kept) -> None:
+    def prefetch(self, kept: SavedInput) -> None:
         """Begins to make it whole on the device."""
         self.fetch(kept)
         with nullcontext() if self._stream is None else beside(self._stream):
             if kept.value is None:
-                assert kept.loan is not None
-                kept.value = kept.loan.wait().to(self.device, non_blocking=True)
+                assert kept.staged is not None
+                kept.value = kept.staged.wait().to(self.device, non_blocking=True)
                 kept.arrived = None if self._stream is None else self._stream.record_event()
             if self.axis is not None and kept.gathering is None:
                 kept.gathering = collectives.start_all_gather(kept.value, self.axis)
 
-    def take(self, kept: Kept) -> Tensor:
+    def get(self, kept: SavedInput) -> Tensor:
         """The input, as it was; until `drop` it may lie in the place where it was kept."""
-        self.bring(kept)
+        self.prefetch(kept)
         assert kept.value is not None
         whole = kept.value
         if kept.arrived is not None:
-            torch.cuda.current_stream(self.device).wait_event(kept.arrived)
+            current_stream(self.device).wait_event(kept.arrived)
         if kept.gathering is not None:
             whole = kept.gathering.wait()
-            self.drop(kept)
-        return whole[: kept.shape.numel()].view(kept.shape) if self.axis is not None or kept.home else whole
+            self.release(kept)
+        return whole[: kept.shape.numel()].view(kept.shape) if self.axis is not None or kept.storage else whole
 
-    def drop(self, kept: Kept) -> None:
+    def release(self, kept: SavedInput) -> None:
         """It is not needed any more; dropping it again does nothing."""
         if kept.gathering is not None:
             kept.gathering.wait()
-        if kept.loan is not None:
-            if self._stream is not None and not isinstance(kept.home, InMemory):
+        if kept.staged is not None:
+            if self._stream is not None and not isinstance(kept.storage, InMemory):
                 self._stream.synchronize()  # the drive may fill the buffer anew, while it is read from
-            kept.loan.drop()
-        if kept.home is not None and self.homes is not None:
+            kept.staged.drop()
+        if kept.storage is not None and self.storages is not None:
             self._store_left(at_most=0)
-            self.homes.give(kept.home)
-        kept.home = kept.value = kept.arrived = kept.loan = kept.gathering = None
+            self.storages.give(kept.storage)
+        kept.storage = kept.value = kept.arrived = kept.staged = kept.gathering = None
 
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Units of a stage that are computed again: whole ones from what `keeper` has, or `selective`'s operations."""
+    """Units of a stage that are computed again: whole ones from what `store` has, or `selective`'s operations."""
 
     units: frozenset[int] = frozenset()
-    keeper: Keeper | None = None
+    store: ActivationStore | None = None
     selective: Selective | None = None
 
 
@@ -255,8 +258,8 @@ def build(
         for layer in units.values():
             selective.install(layer)
         return Recomputed(frozenset(units), selective=selective)
-    homes, sliced = _homes(config, topology, len(units) * live), _sliced_over(config, slicing)
-    return Recomputed(frozenset(units), Keeper(sliced, homes, topology.device, r.offload != "none"))
+    storages, sliced = _storages(config, topology, len(units) * live), _sliced_over(config, slicing)
+    return Recomputed(frozenset(units), ActivationStore(sliced, storages, topology.device, r.offload != "none"))
 
 
 def on_paper(config: Config, numbers: Sequence[int], slicing: Slicing) -> Recomputed:
@@ -266,14 +269,14 @@ def on_paper(config: Config, numbers: Sequence[int], slicing: Slicing) -> Recomp
         return Recomputed()
     if r.mode == "selective":
         return Recomputed(frozenset(numbers), selective=Selective(r.ops))
-    return Recomputed(frozenset(numbers), Keeper(_sliced_over(config, slicing), None, torch.device("meta")))
+    return Recomputed(frozenset(numbers), ActivationStore(_sliced_over(config, slicing), None, torch.device("meta")))
 
 
 def _sliced_over(config: Config, slicing: Slicing) -> Axis | None:
-    return slicing.tp if config.recompute.partition and slicing.tp.size > 1 and not slicing.scattered else None
+    return slicing.tp if config.recompute.partition and slicing.tp.size > 1 and not slicing.sequence_parallel else None
 
 
-def _homes(config: Config, topology: Topology, inputs: int) -> Homes | None:
+def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | None:
     """Where inputs are kept; None where they stay what they are. Host memory beside a CPU is where they are already."""
     r, on_gpu = config.recompute, topology.device.type == "cuda"
     if r.offload == "nvme":

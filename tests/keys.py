@@ -1,0 +1,61 @@
+"""Writes docs/reference.md: every key of the configuration, as `threed.config` has them.
+
+python -m tests.keys         # after a key came, went, or means something else
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.test_floors import ROOT
+from threed.arguments import GROUPS, takes, written
+from threed.checks import REFUSALS
+from threed.config import Config, key_name
+
+PAGE = ROOT / "docs" / "reference.md"
+HEAD = """# All keys
+
+What a run can be told, with the value that a key has when nobody says anything. `threed train --help` prints the same.
+This page is made from `threed/config.py` by `python -m tests.keys`; a test fails when it is out of date.
+
+A key is `--group.key value` as a flag, and `key = value` under `[group]` in a TOML file (`--config FILE.toml`).
+The preset or the file is read first, then the flags; of a repeated flag the last one wins. In Python a hyphen is an
+underscore: `config.train.global_batch`.
+
+*Not yet* names values that are known, and refused by this version.
+"""
+
+
+def rows(group: str) -> Iterator[str]:
+    """The lines of a group's table."""
+    defaults = getattr(Config(), group)
+    for name, info in GROUPS[group].model_fields.items():
+        value, default = takes(info).replace("|", "\\|"), written(name, getattr(defaults, name))
+        meaning = str(info.description).replace("<", "&lt;").replace("*", "\\*")
+        yield f"| `--{group}.{key_name(name)}` | `{value}` | `{default}` | {meaning}{missing(group, name)} |"
+
+
+def missing(group: str, name: str) -> str:
+    """What of a key is refused so far."""
+    for refusal in REFUSALS:
+        if (refusal.group, refusal.field) == (group, name):
+            words = [f"`{value}`" for value in refusal.refused] or [f"all but `{_plain(refusal.works)}`"]
+            return f". *Not yet: {', '.join(words)}*"
+    return ""
+
+
+def _plain(values: tuple[object, ...]) -> str:
+    return "`, `".join(written("", value) for value in values if value is not None)
+
+
+def page() -> str:
+    """The page as Markdown."""
+    parts = [HEAD]
+    for group, model in GROUPS.items():
+        parts += [f"## {group}", "", str(model.__doc__), "", "| key | value | default | meaning |", "|---|---|---|---|"]
+        parts += [*rows(group), ""]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,61 @@
+"""Schedules for tests of several chunks on a rank: a plain 1F1B over two chunks, looping or V-shaped.
+
+looping   rank r holds stages r and r + p of the model: it ends on the last rank
+vee       rank r holds stages r and 2p - 1 - r: it ends on rank 0, where it begins
+"""
+
+from __future__ import annotations
+
+from threed import schedules
+from threed.schedules import Action, Kind, Plan
+
+Placement = tuple[tuple[int, ...], ...]
+CHUNKS = 2
+
+
+def looping(stages: int, microbatches: int) -> Plan:
+    """Two chunks a rank, in the order of ranks twice."""
+    return plan_of("looping", tuple((rank, rank + stages) for rank in range(stages)), microbatches)
+
+
+def vee(stages: int, microbatches: int) -> Plan:
+    """Two chunks a rank, down the ranks and up again."""
+    return plan_of("vee", tuple((rank, CHUNKS * stages - 1 - rank) for rank in range(stages)), microbatches)
+
+
+def plan_of(name: str, placement: Placement, microbatches: int) -> Plan:
+    """Every rank runs a backward where it can; else a forward, until so many micro-batches are open as its distance
+    from the model's end asks for, first those of the first `stages` micro-batches, chunk by chunk."""
+    p, total = len(placement), CHUNKS * len(placement)
+    home = {stage: (rank, chunk) for rank, held in enumerate(placement) for chunk, stage in enumerate(held)}
+    forwards = {(stage, m) for stage in range(total) for m in range(microbatches)}
+    backwards, made, back = set(forwards), set[tuple[int, int]](), set[tuple[int, int]]()
+    open_, ranks = [0] * p, [list[Action]() for _ in placement]
+    while backwards:
+        ran = []
+        for rank, held in enumerate(placement):
+            last = total - 1
+            ready = [
+                (m, -s) for s, m in backwards if s in held and (s, m) in made and (s == last or (s + 1, m) in back)
+            ]
+            coming = [(m // p, s, m) for s, m in forwards if s in held and (s == 0 or (s - 1, m) in made)]
+            if ready:
+                m, s = min(ready)
+                ran.append((rank, Kind.B, -s, m))
+            elif coming and open_[rank] <= CHUNKS * (p - rank - 1) + (CHUNKS - 1) * p:
+                _, s, m = min(coming)
+                ran.append((rank, Kind.F, s, m))
+        if not ran:  # every rank is full: one more forward somewhere goes on
+            rank, s, m = min((home[s][0], s, m) for s, m in forwards if s == 0 or (s - 1, m) in made)
+            ran.append((rank, Kind.F, s, m))
+        for rank, kind, s, m in ran:
+            ranks[rank].append(Action(kind, m, home[s][1]))
+            open_[rank] += 1 if kind is Kind.F else -1
+            (forwards if kind is Kind.F else backwards).remove((s, m))
+            (made if kind is Kind.F else back).add((s, m))
+    return Plan(name, p, microbatches, CHUNKS, tuple(map(tuple, ranks)), placement)
+
+
+OWN = {"looping": looping, "vee": vee}
+for _name, _plan in OWN.items():
+    schedules.register(_name, _plan, chunks=CHUNKS)

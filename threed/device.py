@@ -1,0 +1,93 @@
+"""The one door to the GPU: `torch.accelerator`, and what CUDA (or ROCm) has beyond it. On a CPU nothing happens.
+
+    with beside(copy_stream(device, "out")):      copies in here run beside what the device computes
+    current_stream(device).wait_event(event)      ... until something waits for them
+
+Devices are looked for only where CUDA is: the collectives off the CPU are NCCL's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+current_stream = torch.accelerator.current_stream
+synchronize = torch.accelerator.synchronize
+
+
+def count() -> int:
+    """GPUs that this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def current() -> torch.device:
+    """The GPU that this process works on."""
+    return torch.device("cuda", torch.accelerator.current_device_index())
+
+
+def use(device: torch.device) -> None:
+    """Makes a GPU the one that this process works on."""
+    if device.type == "cuda":
+        torch.accelerator.set_device_index(device)
+
+
+def name(device: torch.device) -> str | None:
+    """What its maker calls a GPU; None for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes that tensors had on a GPU at once, since `reset_peak` or the start; 0 for a CPU."""
+    return torch.accelerator.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def reset_peak(device: torch.device) -> None:
+    """Has `peak_bytes` begin anew."""
+    if device.type == "cuda":
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def rng_states(device: torch.device) -> dict[str, Tensor]:
+    """The states of torch's generators that work on this device draws from, uint8 [n] each, on the CPU."""
+    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"cpu": torch.get_rng_state(), **cuda}
+
+
+def set_rng_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Sets the generators to what `rng_states` gave."""
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+@contextmanager
+def beside(stream: torch.Stream) -> Iterator[None]:
+    """What a GPU is told in here comes after what it was told before, and runs beside what it is told later, which has
+    to wait for it where it uses it. So memory of this stream may be let go once its last use was told."""
+    before = current_stream(stream.device)
+    stream.wait_stream(before)
+    torch.accelerator.set_stream(stream)  # not `with stream`, which one thread at a time may enter, and once
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
+@functools.cache
+def copy_stream(device: torch.device, direction: str) -> torch.Stream:
+    """The stream of copies between the host and a GPU, one for each direction."""
+    return torch.Stream(device)
+
+
+def page_lock(address: int, nbytes: int) -> None:
+    """Page-locks host memory, so that a GPU reaches it directly. RuntimeError where CUDA refuses."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+
+
+def page_unlock(address: int) -> None:
+    """Undoes `page_lock`."""
+    torch.cuda.cudart().cudaHostUnregister(address)
