@@ -205,7 +205,7 @@ def test_parts_add_up_to_the_peak() -> None:
 
 def test_buffers_of_stages_2_and_3_do_not_grow_with_the_model() -> None:
     """Under stage 2 not at all; under stage 3 two layers are whole, and more when more are gathered ahead."""
-    common = {"bucket_mib": 0.01}
+    common = {"bucket_mib": 0.1}
     model = {"tied": False}
     block = 12 * 128 * 128 + 13 * 128
     for stage in (2, 3):
@@ -224,15 +224,15 @@ def test_buffers_of_stages_2_and_3_do_not_grow_with_the_model() -> None:
 def test_buckets_on_their_way_are_counted() -> None:
     """From stage 2 on buckets fill, leave and arrive; larger ones take more, up to what there is."""
     sizes = [
-        first(4, model={"layers": 8}, zero={"stage": 2, "bucket_mib": mib}).bytes["buffers"] for mib in (0.01, 0.5)
+        first(4, model={"layers": 8}, zero={"stage": 2, "bucket_mib": mib}).bytes["buffers"] for mib in (0.1, 0.5)
     ]
     alone = first(1, model={"layers": 8}, zero={"stage": 2, "bucket_mib": 0.5}).bytes["buffers"]
     assert alone < sizes[0] < sizes[1]
-    assert sizes[1] - sizes[0] >= 2 * (0.5 - 0.01) * 2**20  # one fills while another travels
+    assert sizes[1] - sizes[0] >= 2 * (0.5 - 0.1) * 2**20  # one fills while another travels
 
 
 def test_inputs_that_are_kept_by_the_formulas_of_1910_02054_section_6_1() -> None:
-    """s b h of every layer; a t-th of it as slices, gathered again; none where they are elsewhere. What 3 layers add."""
+    """s b h of every layer; a t-th of it as slices, gathered again; none where they are elsewhere: what 3 add."""
     s, b, h, t, m = 16, 2, 128, 4, 2
     activation = s * b * h * 2
 

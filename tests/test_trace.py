@@ -25,9 +25,9 @@ from threed import models
 from threed.config import Config, resolve
 from threed.footprint import trace
 from threed.layers import Block, MicroBatch, Slicing
-from threed.pipeline import checkpoints
+from threed.pipeline import activation_checkpointing
 from threed.pipeline.boundary import like, tensors
-from threed.pipeline.stage import Stage, Whole
+from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.trace import META, LayerCost, TraceError, Tracer
 from threed.planner import Grid
 from threed.topology import Topology
@@ -70,7 +70,9 @@ def traced(config: Config, rank: int = 0) -> list[LayerCost]:
     topology = Topology.drawn(Grid(tp=config.parallel.tp), rank)
     model = models.build(config.model, Slicing(topology.axis("tp"), bool(config.parallel.sequence)))
     layers, r = model.layers(), config.recompute
-    return trace(model, layers, config, topology, [] if r.mode == "none" else checkpoints.choose(layers, r.every))
+    return trace(
+        model, layers, config, topology, [] if r.mode == "none" else activation_checkpointing.choose(layers, r.every)
+    )
 
 
 def dims_of(config: Config, rank: int = 0) -> Decoder:
@@ -145,7 +147,7 @@ AGAIN = [
         enumerate([(1, 0, False), (4, 3, False), (4, 1, True)]),
         enumerate(MODES),
     )
-    if not (mode == "every second" and cut[0] > 1) and not (cut[2] and "norm" in MODES[mode].get("ops", ()))
+    if not (mode == "every second" and cut[0] > 1)
 ]
 
 
@@ -231,7 +233,7 @@ def copied(x: Any) -> Any:
 
 def really(layer: nn.Module, x: Any, micro: MicroBatch) -> tuple[int, Any]:
     """Bytes of live storages that a forward on the CPU leaves behind, and what it gives."""
-    stage, live, kept = Stage([layer], Whole()), Live(), [0]
+    stage, live, kept = Stage([layer], AlwaysWhole()), Live(), [0]
     with live:
         for number in range(3):  # the first time there are also tables that stay, and what is seen only now
             before = live.bytes_now()
