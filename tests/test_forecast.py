@@ -1,0 +1,263 @@
+"""What a forecast says that ranks hold, against real engines byte by byte; models of one's own; what cannot be said."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import users_truths
+from tests.configs import MODELS, VOCAB, topology_of
+from tests.covering import Space
+from tests.harness import run_ranks
+from tests.live import Live
+from tests.looping import OWN
+from tests.users_layers import CHANNELS, PATCH
+from tests.users_models import MODELS as USERS_MODELS
+from tests.users_models import Vision
+from threed import models
+from threed.checks import find_refusals
+from threed.config import Config, ConfigError, resolve
+from threed.engine import Engine
+from threed.forecast import Forecast
+from threed.layers import Slicing
+from threed.models import Model
+from threed.pipeline.trace import TraceError
+from threed.zero.state import holdings
+
+HELD = ("parameters", "gradients", "optimizer", "offloaded")
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "model": ("gpt", "qwen-tied", "two-ties", "three-way-tie", "used-twice", "frozen-middle"),
+    "grid": ((1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (3, 1, 1)),
+    "zero": (0, 1, 2, 3),
+    "dtypes": (("fp64", None), ("fp32", None), ("bf16", None), ("bf16", "bf16"), ("fp32", "bf16"), ("fp16", None)),
+    "optimizer": (("adamw", 0.9), ("lion", 0.9), ("sgd", 0.9), ("sgd", 0.0)),
+    "shard": ("all", 1, 2),
+    "resident": (0, 500),
+    "tile": (1, 2),
+    "bucket_mib": (64.0, 0.05),
+    "places": (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "none"), ("none", "nvme"), ("cpu", "nvme")),
+    "delayed": (False, True),
+    "schedule": ("1f1b", "gpipe", "looping", "vee"),
+    "groups": (False, True),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration. grid: pp, dp, tp. dtypes: of parameters and gradients. optimizer: and its momentum. places: of
+    optimizer states and of parameters. groups: whether some parameters have rates of their own."""
+
+    model: str
+    grid: tuple[int, int, int]
+    zero: int
+    dtypes: tuple[str, str | None]
+    optimizer: tuple[str, float]
+    shard: int | str
+    resident: int
+    tile: int
+    bucket_mib: float
+    places: tuple[str, str]
+    delayed: bool
+    schedule: str
+    groups: bool
+
+    @property
+    def world(self) -> int:
+        pp, dp, tp = self.grid
+        return pp * dp * tp
+
+
+def config_of(case: Case) -> Config:
+    (pp, dp, tp), own = case.grid, case.model in USERS_MODELS
+    sizes = {"hidden": 24, "heads": users_truths.HEADS, "seq": 8} if own else {"hidden": 32, "seq": 16}
+    config = Config.model_validate({
+        "parallel": {"pp": pp, "tp": tp, "schedule": "1f1b" if case.schedule in OWN else case.schedule},
+        "zero": {
+            "stage": case.zero, "shard_size": case.shard, "resident": case.resident, "tile": case.tile,
+            "bucket_mib": case.bucket_mib, "offload_optimizer": case.places[0], "offload_params": case.places[1],
+            "nvme_path": tempfile.gettempdir() if "nvme" in case.places else None, "delayed_update": case.delayed,
+        },
+        "precision": {"dtype": case.dtypes[0], "grad_dtype": case.dtypes[1]},
+        "model": {"layers": 3, **sizes, **({} if own else MODELS[case.model])},
+        "train": {"global_batch": 4 * dp, "micro_batch": 2, "steps": 10},
+        "optim": {
+            "name": case.optimizer[0], "momentum": case.optimizer[1],
+            "groups": "*.weight: lr=1e-4" if case.groups else (),
+        },
+    })  # fmt: skip
+    if case.schedule in OWN:  # a name that only this process knows
+        parallel = config.parallel.model_copy(update={"schedule": case.schedule})
+        config = config.model_copy(update={"parallel": parallel})
+    return resolve(config, VOCAB, case.world)
+
+
+def case_of(values: Mapping[str, Any]) -> Case | None:
+    """The case of some settings; None where they are refused, or mean the same as others."""
+    case = Case(**values)
+    pp, dp, _ = case.grid
+    idle = (
+        (case.zero < 2 and case.resident) or (pp == 1 and case.schedule != "1f1b") or (dp == 1 and case.shard != "all")
+    )
+    if idle or (pp == 3 and case.schedule in OWN):  # not so many layers
+        return None
+    try:
+        refused = find_refusals(config_of(case))
+    except (ConfigError, ValueError):
+        return None
+    return None if refused else case
+
+
+def builder(case: Case, config: Config) -> Callable[[Slicing], Model]:
+    if case.model in USERS_MODELS:
+        return lambda slicing: USERS_MODELS[case.model](config.model, slicing)
+    return lambda slicing: models.build(config.model, slicing)
+
+
+def engine_of(case: Case) -> Engine:
+    config = config_of(case)
+    topology = topology_of(*case.grid[::2])
+    slicing = Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
+    return Engine(builder(case, config)(slicing), topology, config)
+
+
+def held_by_engines(cases: list[Case]) -> list[dict[str, int]]:
+    """What this rank holds in each case."""
+    found = []
+    for case in cases:
+        engine = engine_of(case)
+        held = holdings(engine.layout, engine.optimizer.states, beside_gpu=False)
+        if case.delayed:  # the update works on a copy of the gradients
+            width = engine.layout.policy.grad_dtype.itemsize
+            held["optimizer"] += width * sum(bucket.share for bucket in engine.layout.buckets)
+        found.append(held)
+        del engine
+        gc.collect()
+    return found
+
+
+@functools.cache
+def covering() -> list[Case]:
+    return Space(SETTINGS, case_of, lambda case: case.world + 1.0).covering(seed=0, count=4, sample=30)
+
+
+def test_the_cases_are_many_and_differ() -> None:
+    assert len(covering()) >= 40
+    assert sum(case.model in USERS_MODELS for case in covering()) >= 10
+    assert {place for case in covering() for place in case.places} == {"none", "cpu", "nvme"}
+    assert any(case.delayed for case in covering())
+    assert any(case.groups for case in covering())
+
+
+@pytest.mark.parametrize("world", sorted({pp * dp * tp for pp, dp, tp in SETTINGS["grid"]}))
+def test_a_forecast_holds_what_engines_hold(world: int) -> None:
+    """Parameters, gradients, optimizer states, and what is on a drive: to the byte, on every rank."""
+    cases = [case for case in covering() if case.world == world]
+    assert cases
+    everyone = run_ranks(world, held_by_engines, cases)
+    for number, case in enumerate(cases):
+        config = config_of(case)
+        said = Forecast.of(config, world, builder(case, config)).ranks
+        for rank, found in enumerate(everyone):
+            assert {part: said[rank].bytes.get(part, 0) for part in HELD} == found[number], f"{case}: rank {rank}"
+
+
+def live_and_held(cases: list[Case]) -> list[tuple[int, int, int]]:
+    """Bytes of live storages that an engine brings, what `holdings` counts of them with the buffers of drives, and what
+    is in swap files."""
+    found = []
+    for case in cases:
+        engine_of(case)  # groups, tables
+        gc.collect()
+        with Live() as live:
+            before = live.bytes()
+            engine = engine_of(case)
+            gc.collect()
+            held = holdings(engine.layout, engine.optimizer.states, beside_gpu=False)
+            buffers = sum(drive.nbytes * drive.count for drive in engine.layout.policy.drives)
+            counted = sum(held.values()) - held["offloaded"] + buffers
+            found.append((live.bytes() - before, counted, held["offloaded"]))
+            del engine
+        gc.collect()
+    return found
+
+
+PLAIN = {name: values[0] for name, values in SETTINGS.items()} | {"grid": (1, 2, 1), "dtypes": ("bf16", None)}
+
+
+def test_what_is_held_are_the_live_storages() -> None:
+    """All that an engine has alive before its first step, but for a few numbers."""
+    changes: list[dict[str, Any]] = [
+        {"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "tile": 2},
+        {"zero": 2, "places": ("cpu", "none"), "delayed": True}, {"zero": 3, "places": ("nvme", "nvme")},
+        {"zero": 3, "model": "frozen-middle"}, {"zero": 1, "dtypes": ("fp32", None)},
+    ]  # fmt: skip
+    cases = [Case(**{**PLAIN, **change}) for change in changes]
+    for found in run_ranks(2, live_and_held, cases):
+        for case, (live, held, away) in zip(cases, found, strict=True):
+            assert 0 <= live - held <= 512, case  # step numbers, loss scale, norms
+            assert (away > 0) == ("nvme" in case.places)
+
+
+# -------------------------------------------------------------------------------------------------- models of one's own
+
+
+class WithExample(Vision):
+    """Says what its batches are."""
+
+    def example(self, micro_batch: int) -> dict[str, Tensor]:
+        pixels = torch.empty(micro_batch, CHANNELS, 2 * PATCH, self.config.seq // 2 * PATCH)
+        return {"pixels": pixels, "labels": torch.empty(micro_batch, dtype=torch.int64)}
+
+
+def vision(world: int, **parallel: Any) -> Config:
+    config = Config.model_validate({
+        "parallel": {**parallel},
+        "model": {"layers": 2, "hidden": 24, "heads": users_truths.HEADS, "seq": 8},
+        "train": {"global_batch": 8, "micro_batch": 2, "steps": 10},
+        "zero": {"stage": 3, "resident": 0},
+    })  # fmt: skip
+    return resolve(config, VOCAB, world)
+
+
+def test_a_model_that_reads_other_things_says_what_by_an_example() -> None:
+    config = vision(4, pp=2, tp=2)
+    found = Forecast.of(config, 4, lambda slicing: WithExample(config.model, slicing))
+    patches, classes = 24 * (3 * 4 * 4 + 8), 24 * 12  # with positions; with biases
+    per_block = 24 * 3 * 24 + 3 * 24 + 24 * 24 + 24 + 4 * 24 + 2 * 2 * 24 * 24 + 3 * 24
+    assert found.parameters >= 2 * per_block + patches + classes - 12
+    assert {rank.label for rank in found.ranks} == {"pp0 tp0", "pp0 tp1", "pp1 tp0", "pp1 tp1"}
+    assert all(rank.sends["tp"] > 0 and rank.sends["pp"] > 0 for rank in found.ranks)
+    message = 8 // 2 * 2 * 24 * 4  # this rank's patches, of two rows
+    assert found.ranks[0].sends["pp"] == found.ranks[2].sends["pp"] == 4 * message
+
+
+def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
+    config = vision(1)
+    with pytest.raises(TraceError, match=r"patches \(Patches\) could not be run on the meta device"):
+        Forecast.of(config, 1, lambda slicing: Vision(config.model, slicing))
+
+
+@pytest.mark.parametrize("name", ["albert", "two-tensors", "hourglass"])
+def test_a_users_model_is_forecast_whole_and_cut(name: str) -> None:
+    """Ranks of a pipeline together hold what one rank holds, and copies of what is tied."""
+    config = {pp: resolve(Config.model_validate({
+        "parallel": {"pp": pp},
+        "model": {"layers": 3, "hidden": 32, "heads": 4, "seq": 8},
+        "train": {"global_batch": 4, "micro_batch": 2, "steps": 10},
+    }), VOCAB, pp) for pp in (1, 2)}  # fmt: skip
+    alone, cut = (Forecast.of(c, pp, lambda s, c=c: USERS_MODELS[name](c.model, s)) for pp, c in config.items())
+    assert alone.parameters == cut.parameters
+    assert [rank.layers for rank in alone.ranks] == [(range(len(alone.ranks[0].layers[0])),)]
+    assert [part.start for rank in cut.ranks for part in rank.layers][1:] == [cut.ranks[0].layers[0].stop]
+    both = sum(rank.bytes["parameters"] for rank in cut.ranks)
+    assert alone.ranks[0].bytes["parameters"] <= both
+    assert cut.ranks[0].sends["pp"] > 0 == alone.ranks[0].sends["pp"]
+    assert "layers 0–" in cut.text()
