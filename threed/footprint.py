@@ -3,8 +3,8 @@
     costs = trace(blueprint.model, blueprint.layers, config, topology, blueprint.recomputed)
     footprint(blueprint, costs)             bytes by purpose, and bytes sent over each axis
 
-Blueprints are those of `Topology.drawn`. Parameters, gradients and optimizer states are the storages that an engine makes;
-reductions and gathers are those of ZeRO's own reducer and gatherer, run on gradients that are shapes only.
+Blueprints are those of `Topology.drawn`. Parameters, gradients and optimizer states are the storages that an engine
+makes; reductions are those of ZeRO's own reducer, run on gradients that are shapes only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from threed.device import peak_bytes, reset_peak
 from threed.layers import MicroBatch
 from threed.models import Model
 from threed.pipeline import activation_checkpointing
-from threed.pipeline.trace import META, LayerCost, Tracer, Watch
+from threed.pipeline.trace import META, LayerCost, Tracer, Watch, stated_flops
 from threed.planner.gathering import gathering
 from threed.planner.grid import AXES
 from threed.precision import dtype
@@ -64,6 +64,12 @@ def trace(
         for number in recomputed:
             costs[number] = _moved(costs[number], config, default_device().type)
     return costs
+
+
+def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topology) -> list[int]:
+    """The forward FLOPs of every layer on this rank: as layers state them, or else by tracing them."""
+    stated = stated_flops(layers, config.train.micro_batch * config.model.seq, config.model.seq)
+    return [cost.flops for cost in trace(model, layers, config, topology)] if stated is None else stated
 
 
 def _moved(cost: LayerCost, config: Config, device: str) -> LayerCost:

@@ -29,6 +29,7 @@ from threed.planner.cut import Tie
 from threed.sharding import Piece, ShardSpec, attach, spec_of
 from threed.topology import Axis, Topology
 
+CPU = torch.device("cpu")
 ALIGN = 32  # elements: every parameter starts on a 64-byte line or better
 PIECES, SMALLEST = 8, 2**18  # a group is at least so many buckets, unless they had fewer than so many elements
 
@@ -64,7 +65,7 @@ class Policy:
     arena: bool = False
     params_tier: Tier | None = None
     optimizer_tier: Tier | None = None
-    host: torch.device = torch.device("cpu")
+    host: torch.device = CPU
 
     @property
     def drives(self) -> set[Drive]:
