@@ -63,10 +63,11 @@ def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int
         for module in layer.modules():
             if not type(module).__module__.startswith("threed.layers."):
                 return None
-            flops = module.flops(tokens, seq) if hasattr(module, "flops") else 0
+            states: Any = getattr(module, "flops", None)
+            flops: int | None = 0 if states is None else states(tokens, seq)
             if flops is None:
                 return None
-            found[-1] += int(flops)  # type: ignore[arg-type]
+            found[-1] += flops
     return found
 
 
