@@ -29,7 +29,7 @@ from threed.layers import MicroBatch
 from threed.pipeline.executor import Executor
 from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.transport import Links, Transport
-from threed.planner import LayerCost, gathering
+from threed.planner import gathering
 from threed.schedules import Action, Kind, Plan
 from threed.schedules.action import COMPUTE, RECEIVES
 from threed.topology import Topology
@@ -240,14 +240,14 @@ def check_gathers(stages: int) -> None:
     topology = Topology(pp=stages)
     rank = topology.axis("pp").index
     held = chunks_of(stages)[rank]
-    costs = [LayerCost(str(i), 100**i, 0, 0, 0, 0, backward_reads=i > 0) for i in held]
+    units, reads = [{number: 1} for number in range(len(held))], [i > 0 for i in held]
     for build, count in itertools.product((schedules.gpipe, schedules.one_f_one_b), (1, 3, 8)):
         for prefetch, gathers in itertools.product((1, 2, LAYERS), (False, True)):
             plan = schedules.lower(build(stages, count), gathers)
             _, gatherer = run_plan(plan, Links(topology), rank, prefetch)
-            planned = gathering(costs, plan.ranks[rank], prefetch=prefetch)
-            assert sum(times * 100**unit for unit, times in gatherer.gathers.items()) == planned.elements
-            assert gatherer.most == min(prefetch + 1, len(held))
+            planned = gathering(units, reads, plan.ranks[rank], prefetch=prefetch)
+            assert gatherer.gathers == planned.times
+            assert gatherer.most == planned.most == min(prefetch + 1, len(held))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])

@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 
+from tests.formulas import Decoder, transformer_costs
 from threed.config import Config, resolve
 from threed.forecast import Forecast
-from threed.planner import Decoder, Gathering, LayerCost, gathering, sliced_parameters, transformer_costs
+from threed.planner import gathering
 from threed.schedules import Action, build
 
+Units = list[dict[str, int]]
 
-def layers(*sizes: int) -> list[LayerCost]:
-    """Layers of so many parameters."""
-    return [LayerCost(f"layer {size}", size, 0, 0, 0, 0) for size in sizes]
+
+def layers(*sizes: int) -> Units:
+    """Layers that gather so many elements, each its own."""
+    return [{f"layer {number}": size} for number, size in enumerate(sizes)]
+
+
+def elements(units: Units, plan: Sequence[Action], *, first_reads: bool = True, prefetch: int = 1) -> int:
+    """Elements of all gathers of a step. first_reads: whether the first unit's backward reads weights."""
+    times = gathering(units, [first_reads, *[True] * (len(units) - 1)], plan, prefetch=prefetch).times
+    sizes = {key: size for unit in units for key, size in unit.items()}
+    assert set(times) <= set(sizes)
+    return sum(count * sizes[key] for key, count in times.items())
 
 
 def actions(text: str) -> list[Action]:
     return [Action.parse(word) for word in text.split()]
 
 
-MODEL = [
-    LayerCost("embedding", 1010, 0, 0, 0, 0, tied_parameters=1000, sizes=(1000, 10), backward_reads=False),
-    *layers(100, 100, 100),
-    LayerCost("head", 1005, 0, 0, 0, 0, tied_parameters=1000, sizes=(5, 1000)),
-]
+EMBEDDING, HEAD = {"table": 1000, "positions": 10}, {"norm": 5, "table": 1000}
+MODEL = [EMBEDDING, {"block 0": 100}, {"block 1": 100}, {"block 2": 100}, HEAD]
+
+
+def model_from(resident: int) -> Units:
+    """What is left of the model when smaller parameters are whole anyway."""
+    return [{key: size for key, size in unit.items() if size >= resident} for unit in MODEL]
+
+
+def of_model(plan: Sequence[Action], resident: int = 0, prefetch: int = 1) -> int:
+    """Elements gathered of a tied model, whose embedding's backward reads no weights."""
+    return elements(model_from(resident), plan, first_reads=False, prefetch=prefetch)
 
 
 @pytest.mark.parametrize(
-    ("plan", "elements"),
+    ("plan", "total"),
     [
         ("F0.0 B0.0", 2 * 111 - 100),  # the last one stays whole between
         ("F0.0 B0.0 F0.1 B0.1", 2 * 122 - 1),  # and so does the first one
@@ -41,32 +61,32 @@ MODEL = [
         ("F0.0 F1.0 B1.0 B0.0", 222),  # the other chunk is between
     ],
 )
-def test_gathers_of_three_layers_by_hand(plan: str, elements: int) -> None:
+def test_gathers_of_three_layers_by_hand(plan: str, total: int) -> None:
     """Layers of 1, 10 and 100 elements: the sum shows how often each was gathered."""
-    assert gathering(layers(1, 10, 100), actions(plan)).elements == elements
+    assert elements(layers(1, 10, 100), actions(plan)) == total
 
 
 def test_a_chunk_of_one_layer_may_stay_whole_all_the_time() -> None:
-    assert gathering(layers(7), actions("F0.0 B0.0 F0.1 B0.1")).elements == 7
-    assert gathering(layers(7), actions("F0.0 F0.1 B0.0 B0.1")).elements == 4 * 7 - 7
+    assert elements(layers(7), actions("F0.0 B0.0 F0.1 B0.1")) == 7
+    assert elements(layers(7), actions("F0.0 F0.1 B0.0 B0.1")) == 4 * 7 - 7
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
 def test_the_embedding_is_gathered_in_forwards_and_the_head_once_a_microbatch(microbatches: int) -> None:
     """Without a pipeline, tied: the table for the embedding's forward and for the head; positions in forwards only."""
     plan = build("1f1b", 1, microbatches).ranks[0]
-    assert gathering(MODEL, plan).elements == microbatches * (1000 + 10 + 2 * 300 + 1000 + 5)
-    assert gathering(MODEL, plan, resident=6).elements == microbatches * (1000 + 10 + 2 * 300 + 1000)
-    assert gathering(MODEL, plan, resident=101).elements == microbatches * 2 * 1000
-    assert gathering(MODEL, plan, resident=1001) == Gathering(0, 0)
+    assert of_model(plan) == microbatches * (1000 + 10 + 2 * 300 + 1000 + 5)
+    assert of_model(plan, resident=6) == microbatches * (1000 + 10 + 2 * 300 + 1000)
+    assert of_model(plan, resident=101) == microbatches * 2 * 1000
+    assert gathering(model_from(1001), [True] * 5, plan) == (Counter(), 0)
     turns = build("gpipe", 1, microbatches).ranks[0]  # the head again in all backwards but the first
-    assert gathering(MODEL, turns).elements == microbatches * (1010 + 2 * 300) + (2 * microbatches - 1) * 1005
+    assert of_model(turns) == microbatches * (1010 + 2 * 300) + (2 * microbatches - 1) * 1005
 
 
 def test_a_shared_table_that_is_still_whole_is_not_gathered_again() -> None:
     """With everything gathered ahead the embedding's table is the head's."""
     plan = actions("F0.0 B0.0")
-    assert gathering(MODEL, plan, prefetch=3).elements - gathering(MODEL, plan, prefetch=4).elements == 1000
+    assert of_model(plan, prefetch=3) - of_model(plan, prefetch=4) == 1000
 
 
 @pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (4, "1f1b"), (2, "gpipe"), (4, "gpipe")])
@@ -77,21 +97,26 @@ def test_turns_of_schedules(stages: int, schedule: str) -> None:
         down = sum(str(a)[0] + str(b)[0] == "FB" for a, b in pairwise(plan))
         assert down == (1 if schedule == "gpipe" else m - (stages - rank - 1))
         up = down - 1
-        assert gathering(layers(1, 10, 100), plan).elements == 2 * m * 111 - 100 * down - up
+        assert elements(layers(1, 10, 100), plan) == 2 * m * 111 - 100 * down - up
 
 
 @pytest.mark.parametrize(("prefetch", "most"), [(1, 1110), (2, 1210), (3, 1310), (4, 1315), (9, 1315)])
 def test_at_most_the_layer_that_runs_and_those_ahead_are_whole(prefetch: int, most: int) -> None:
     """The worst window of layers; the table is one tensor."""
     plan = build("1f1b", 1, 3).ranks[0]
-    assert gathering(MODEL, plan, prefetch=prefetch).most == most
+    reads = [False, True, True, True, True]
+    assert gathering(MODEL, reads, plan, prefetch=prefetch).most == most
     if prefetch >= 4:
-        assert most == sliced_parameters(MODEL, 0)
+        assert most == sum({key: size for unit in MODEL for key, size in unit.items()}.values())
 
 
-def test_sizes_that_do_not_add_up_are_refused() -> None:
-    with pytest.raises(ValueError, match="sizes add up to 3, not to its 4 parameters"):
-        LayerCost("x", 4, 0, 0, 0, 0, sizes=(1, 2))
+def test_chunks_of_a_rank_are_gathered_by_themselves() -> None:
+    """Two chunks of an interleaved plan: what each gathers, and what comes between."""
+    plan = actions("F0.0 F1.0 B1.0 B0.0 F0.1 F1.1 B1.1 B0.1")
+    for chunk, times in ((0, [3, 4]), (1, [4, 2])):  # chunk 0 turns at its first unit, chunk 1 twice at its last
+        found = gathering(layers(1, 10), [True, True], plan, chunk=chunk)
+        assert list(found.times.values()) == times
+        assert found.most == 11
 
 
 # ------------------------------------------------------------------------------------------------------- the forecast
@@ -113,7 +138,8 @@ def test_a_forecast_passes_on_what_the_run_does() -> None:
     )
     assert run.microbatches == 2
     for rank in run.ranks:
-        part = costs[rank.layers.start : rank.layers.stop]
+        (held,) = rank.layers
+        part = costs[held.start : held.stop]
         count = sum(cost.parameters for cost in part)
         assert rank.bytes["gradients"] == count // 2 * 4
         assert rank.bytes["optimizer"] == count // 2 * (4 + 4)  # masters, and the one moment of Lion

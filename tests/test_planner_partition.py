@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threed.planner import Decoder, balanced, explicit, transformer_costs, uniform
+from tests.formulas import Decoder, transformer_costs
+from threed.planner import balanced, explicit, uniform
 
 
 def brute_force(

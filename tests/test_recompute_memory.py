@@ -1,4 +1,4 @@
-"""Bytes that are alive between forward and backward, against the planner's formulas: each mode, operation and place."""
+"""Bytes that are alive between forward and backward, against formulas: each mode, operation and place."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from tests.configs import Case, batch, config_of, engine_of, share
+from tests.formulas import Decoder, block_cost, fully_recomputed
 from tests.harness import run_ranks
 from tests.live import Live
-from tests.test_planner_costs import BASE, DTYPES, LLAMA, build_layers
+from tests.test_formulas import BASE, DTYPES, LLAMA, build_layers
 from threed.config import Config
 from threed.engine import Engine
 from threed.forecast import Forecast
@@ -24,7 +25,6 @@ from threed.memory.io import Disk
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.activation_checkpointing import ActivationStore, OnDrives, Recomputed
 from threed.pipeline.stage import AlwaysWhole, Stage
-from threed.planner import Decoder, block_cost, fully_recomputed
 from threed.topology import Topology
 
 CPU = torch.device("cpu")

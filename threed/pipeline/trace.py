@@ -196,7 +196,7 @@ class Tracer:
             if key not in self._known:
                 try:
                     self._known[key] = self._run(layer, form, recomputed if again else None)
-                except (RuntimeError, NotImplementedError, TypeError, KeyError, AttributeError, ValueError) as error:
+                except Exception as error:  # whatever a layer of others may raise
                     raise TraceError(
                         f"{getattr(layer, 'name', f'layer {number}')} ({type(layer).__name__}) could not be run on the"
                         f" meta device, to find out what it costs: {error}; give the model a method costs(micro_batch),"

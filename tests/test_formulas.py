@@ -1,4 +1,4 @@
-"""Layer costs against published formulas, and against what the layers of this package really hold and keep."""
+"""The formulas of `tests/formulas.py` against published ones, and against what this package's layers hold and keep."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from threed.layers.attention import Attention
-from threed.layers.block import Block, Embedding
-from threed.layers.loss import LanguageModelHead
-from threed.layers.mlp import MLP, GatedMLP
-from threed.layers.norm import LayerNorm, RMSNorm
-from threed.layers.slicing import MicroBatch, Slicing
-from threed.planner import (
+from tests.formulas import (
+    Cost,
     Decoder,
-    LayerCost,
     block_cost,
     embedding_cost,
     fully_recomputed,
@@ -27,12 +21,18 @@ from threed.planner import (
     train_flops_per_token,
     transformer_costs,
 )
+from threed.layers.attention import Attention
+from threed.layers.block import Block, Embedding
+from threed.layers.loss import LanguageModelHead
+from threed.layers.mlp import MLP, GatedMLP
+from threed.layers.norm import LayerNorm, RMSNorm
+from threed.layers.slicing import MicroBatch, Slicing
 from threed.topology import Axis
 
 GPT3 = Decoder(hidden=12288, heads=96, ffn=4 * 12288, vocab=51200, seq=2048, positions=2048, element_bytes=2)
 
 
-def gpt(layers: int, hidden: int, heads: int, **more: int | bool) -> tuple[Decoder, list[LayerCost]]:
+def gpt(layers: int, hidden: int, heads: int, **more: int | bool) -> tuple[Decoder, list[Cost]]:
     """A GPT of arXiv 2104.04473, table 1: f = 4h, vocabulary 51200, 2048 learned positions, tied."""
     dims = dataclasses.replace(GPT3, hidden=hidden, heads=heads, ffn=4 * hidden, **more)
     return dims, transformer_costs(dims, layers)
@@ -167,18 +167,25 @@ def test_tied_parameters_count_once_on_a_stage_and_in_the_model() -> None:
     assert stage_parameters(costs[:2]) + stage_parameters(costs[2:]) == stage_parameters(untied)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tensor": 3}, "8 heads and 8 kv heads cannot be cut over 3"),
-        ({"kv_heads": 3, "tensor": 2}, "8 heads and 3 kv heads cannot be cut over 2"),
-        ({"seq": 9, "tensor": 2, "sequence": True}, "a sequence of 9 cannot be cut over 2"),
-        ({"norm": "batchnorm"}, "norm is 'batchnorm'"),
-    ],
-)
-def test_dimensions_that_cannot_be_cut_are_refused(change: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(Decoder(hidden=64, heads=8, ffn=64, vocab=9, seq=8), **change)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("t", [1, 4])
+def test_operations_that_are_computed_again(gated: bool, t: int) -> None:
+    """In elements: attention gives back its output, the activation f (2 f gated), a norm what follows it."""
+    s, b, h, f = 128, 4, 64, 256
+    dims = Decoder(hidden=h, heads=8, ffn=f, vocab=100, seq=s, micro_batch=b, tensor=t, gated=gated, sequence=True)
+    plain, tokens = block_cost(dims), s * b
+    saved = {
+        "attention": tokens * (h // t + 8 // t),
+        "activation": tokens * f // t * (2 if gated else 1),
+        "norm": 2 * tokens * h + 2 * 2 * tokens // t,
+    }
+    for op, elements in saved.items():
+        again = block_cost(dataclasses.replace(dims, recompute=(op,)))
+        assert plain.activation_bytes - again.activation_bytes == 4 * elements, op
+        assert again.flops_backward - plain.flops_backward == (4 * tokens * s * h // t if op == "attention" else 0)
+        assert again.tp_bytes - plain.tp_bytes == (2 * tokens * h * 4 * (t - 1) // t if op == "norm" else 0)
+    both = block_cost(dataclasses.replace(dims, recompute=tuple(saved)))
+    assert plain.activation_bytes - both.activation_bytes == 4 * sum(saved.values())
 
 
 # --- what the layers really hold and keep ----------------------------------------------------------------------------
