@@ -160,7 +160,7 @@ def _activations(
         for unit, nbytes in enumerate(one.backward, units[action.chunk]):
             most = max(most, now + nbytes + (reductions.during[unit] if leaving else 0))
         now += one.kept if action.kind is Kind.I else 0
-        reductions.standing = reductions.left if reductions.always else 0
+        reductions.standing = max(reductions.standing, reductions.left if reductions.always else 0)
     return kept, max(most, reductions.end)
 
 
@@ -235,7 +235,7 @@ class _Reductions:
         layout, config = blueprint.layout, blueprint.config
         wire = dtype(config.precision.reduce_dtype or config.precision.grad_dtype or "fp32")
         reducer = Reducer(layout, wire)
-        self.always, self.standing = reducer.rounds, 0
+        self.always = reducer.rounds
         rounds = min(blueprint.plan.microbatches, 2) if reducer.rounds else 1
         traffic = blueprint.topology.traffic
         with Watch(storages(layout, states)) as watch:
@@ -257,6 +257,7 @@ class _Reductions:
                 )
             reducer.finish()
             self.end = watch.most
+            self.standing = watch.bytes()  # from step to step
 
     def _backward(self, reducer: Reducer, layout: Layout, units: range, watch: Watch) -> None:
         """Every parameter of some units gets its gradients."""
