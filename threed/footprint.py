@@ -155,11 +155,10 @@ def _activations(
             most, now = max(most, now + one.forward + reductions.standing), now + one.kept
             kept = max(kept, now)
             continue
-        now -= one.kept if action.kind in (Kind.B, Kind.I) else 0
         leaving = reductions.always or number == last[action.chunk]
         for unit, nbytes in enumerate(one.backward, units[action.chunk]):
-            most = max(most, now + nbytes + (reductions.during[unit] if leaving else 0))
-        now += one.kept if action.kind is Kind.I else 0
+            most = max(most, now - one.kept + nbytes + (reductions.during[unit] if leaving else 0))
+        now -= 0 if action.kind is Kind.I else one.kept  # a W still needs what an I has used
         reductions.standing = max(reductions.standing, reductions.left if reductions.always else 0)
     return kept, max(most, reductions.end)
 
