@@ -7,8 +7,8 @@
 
 On other ranks the same calls do nothing. The package also has, for every rank: `Heartbeat` (who hangs), `Throughput`
 (perf/ metrics), `process` (die with the launcher, peak memory) and, for rank 0, `figures` (loss.svg, memory.svg).
-Values are plain Python numbers: nothing here imports torch, the engine or the model. A failure to write or to send is reported
-once and never stops a run.
+Values are plain Python numbers: nothing here imports torch, the engine or the model. A failure to write or to send is
+reported once and never stops a run.
 """
 
 from __future__ import annotations

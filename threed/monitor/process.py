@@ -66,7 +66,7 @@ def reset_peak_rss() -> bool:
 
 
 def loopback_bytes() -> int | None:
-    """Returns the bytes sent over the loopback interface since boot, by all processes, headers included; None off Linux."""
+    """Returns the bytes sent over the loopback interface since boot, by all processes, with headers; None off Linux."""
     try:
         lines = Path("/proc/net/dev").read_text().splitlines()
     except OSError:
