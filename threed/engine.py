@@ -107,7 +107,7 @@ class Engine:
         self.gatherer = Gatherer(self.layout, self._gather_axis())
         wire = dtype(config.precision.reduce_dtype or config.precision.grad_dtype or "fp32")
         self.reducer = Reducer(self.layout, wire, dynamic=self.wrapped is not None)
-        self.reducer.speaks = topology.axis("tp").index == 0
+        self.reducer.warns = topology.axis("tp").index == 0
         self.optimizer = Optimizer(
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
             learning_rate or self._learning_rate(), device=topology.device, grad_clip=config.train.grad_clip,
