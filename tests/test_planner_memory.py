@@ -204,7 +204,9 @@ def test_parts_add_up_to_the_peak() -> None:
 
 
 def test_buffers_of_stages_2_and_3_do_not_grow_with_the_model() -> None:
-    """Under stage 2 not at all; under stage 3 two layers are whole, and more when more are gathered ahead."""
+    """Under stage 2 by no more than a bucket, for where buckets cut parameters depends on what lies before; under stage
+    3, whose layers have buckets of their own, not at all: two of them are whole, or more when more are gathered ahead.
+    """
     common = {"bucket_mib": 0.1}
     model = {"tied": False}
     block = 12 * 128 * 128 + 13 * 128
@@ -212,7 +214,7 @@ def test_buffers_of_stages_2_and_3_do_not_grow_with_the_model() -> None:
         few, many = (
             first(4, model={**model, "layers": n}, zero={**common, "stage": stage}).bytes["buffers"] for n in (4, 8)
         )
-        assert few == many
+        assert abs(many - few) <= (0.1 * 2**20 if stage == 2 else 0)  # what 4 layers add is 3.2 MB of gradients
     ahead = [
         first(4, model={**model, "layers": 8}, zero={**common, "stage": 3, "prefetch": n}).bytes["buffers"]
         for n in (1, 2, 99)
