@@ -9,7 +9,7 @@ step    fp32 gradients, no copy: the optimizer's call alone.
 
 Both are set against 28 bytes a parameter, the least that `full` can move. All contenders work on the same tensors, in
 turn, and after each of them in every round the rate of an update in place (c += a, 12 bytes an element) is measured.
-GroupOptions are those of the best repetition, as for STREAM. A JSON record a contender goes to the terminal.
+Rates are those of the best repetition, as for STREAM. A JSON record a contender goes to the terminal.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ _MAKERS = ("deepspeed", "threed_zero", "wrapped_zero")
 
 
 def _beside_deepspeed(kind: str, ranks: int) -> tuple[str, Suite]:
-    """A mode of offloading by DeepSpeed and by threed; a step ends when everything is back at storage."""
+    """A mode of offloading by DeepSpeed and by threed; a step ends when all offloaded state is written back."""
     stage, place, *rest = kind.split("_")
     engines = tuple(f"{maker}{kind}" for maker in _MAKERS)
     options = ("--preset", "200m", "--batch", str(ranks), "--warmup", "3", "--settle")

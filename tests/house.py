@@ -1,4 +1,4 @@
-"""RngState docs/images/house.svg: the floors of tests/test_floors.py, and in each room the first line of its docstring.
+"""Draws docs/images/house.svg: the floors of tests/test_floors.py, and in each room the first line of its docstring.
 
 python -m tests.house        # after a room came, went, moved, or says something else of itself
 """

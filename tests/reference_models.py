@@ -66,11 +66,11 @@ class MLP(nn.Module):
 class GatedMLP(nn.Module):
     def __init__(self, h: int, ffn: int) -> None:
         super().__init__()
-        self.tile_gatherer, self.up = (nn.Linear(h, ffn, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(h, ffn, bias=False) for _ in range(2))
         self.down = nn.Linear(ffn, h, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.tile_gatherer(x)) * self.up(x))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):

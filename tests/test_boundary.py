@@ -183,7 +183,7 @@ def test_several_tensors_pass_a_boundary(kind: str) -> None:
 def test_forms_that_depend_on_the_data_are_declared() -> None:
     """What is cut off depends on a micro-batch's first token, so the truth has the same micro-batches."""
     check([Case(pp=2, partition=(2, 2), microbatches=8), Case(pp=4, microbatches=3)], "cut, declared")  # type: ignore[arg-type]
-    with pytest.raises(AssertionError, match=r"cut \(Cut\) hands on .* before, for micro-batches of the same shape"):
+    with pytest.raises(AssertionError, match=r"cut \(Cut\) returned .* before, for micro-batches of the same shape"):
         run_ranks(2, train, Case(pp=2, partition=(2, 2), microbatches=8), "cut", timeout=60)  # type: ignore[arg-type]
 
 

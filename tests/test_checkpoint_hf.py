@@ -303,12 +303,12 @@ def test_export_holds_a_few_tensors_at_a_time(tmp_path: Path) -> None:
 def test_names_and_shapes_that_do_not_fit_are_listed(saved: dict[str, Any]) -> None:
     model, weights = config_of("gpt", 1).model, dict(saved["weights"]["gpt"])
     del weights["blocks.0.mlp.up.bias"]
-    weights["blocks.0.mlp.tile_gatherer.weight"] = torch.zeros(2)
+    weights["blocks.0.mlp.gate.weight"] = torch.zeros(2)
     weights["head.norm.weight"] = torch.zeros(31)
     with pytest.raises(CheckpointError) as error:
         hf.state_dict_to_hf(weights, model)
     assert "blocks.0.mlp.up.bias is missing" in str(error.value)
-    assert "blocks.0.mlp.tile_gatherer.weight is unexpected" in str(error.value)
+    assert "blocks.0.mlp.gate.weight is unexpected" in str(error.value)
     assert "head.norm.weight is [31], not [32]" in str(error.value)
     with pytest.raises(CheckpointError) as error:
         hf.state_dict_to_hf({"a": torch.zeros(1)}, model)

@@ -95,7 +95,7 @@ def test_inspect_verifies_and_convert_exports_a_checkpoint(tmp_path: Path, capsy
     assert main(["inspect", str(saved)]) == 0
     out = capsys.readouterr().out
     assert "every hash verified" in out
-    assert "blocks.2.mlp.tile_gatherer.weight" in out
+    assert "blocks.2.mlp.gate.weight" in out
     assert main(["convert", str(saved), str(tmp_path / "hf"), "--tokenizer", "none"]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     file = saved / "rank-00000.safetensors"

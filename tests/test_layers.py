@@ -109,7 +109,7 @@ def mlp(w: Weights, x: Tensor) -> Tensor:
 
 
 def gated(w: Weights, x: Tensor) -> Tensor:
-    gate = linear(w, "m.tile_gatherer", x)
+    gate = linear(w, "m.gate", x)
     return linear(w, "m.down", gate * torch.sigmoid(gate) * linear(w, "m.up", x))
 
 
@@ -213,7 +213,7 @@ def with_swish(w: Weights, x: Tensor) -> Tensor:
 
 
 def with_relu(w: Weights, x: Tensor) -> Tensor:
-    return linear(w, "m.down", linear(w, "m.tile_gatherer", x).clamp(min=0) * linear(w, "m.up", x))
+    return linear(w, "m.down", linear(w, "m.gate", x).clamp(min=0) * linear(w, "m.up", x))
 
 
 # ---------------------------------------------------------------------------------------------------------- cases

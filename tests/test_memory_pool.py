@@ -1,4 +1,4 @@
-"""Host buffers: aligned, advised for huge pages, exactly as large as asked; the pool lends each once."""
+"""Host buffers: aligned, advised for huge pages, exactly as large as asked; the pool gives each out once."""
 
 from __future__ import annotations
 
@@ -70,22 +70,22 @@ def test_a_buffer_of_nothing_is_refused(nbytes: int) -> None:
 
 def test_the_pool_lends_every_buffer_once_and_no_more() -> None:
     pool = Pool(nbytes=10_000, count=3)
-    lent = [pool.take() for _ in range(3)]
-    for number, buffer in enumerate(lent):
+    taken = [pool.take() for _ in range(3)]
+    for number, buffer in enumerate(taken):
         buffer.fill_(number)
-    assert [int(buffer[-1]) for buffer in lent] == [0, 1, 2]
-    with pytest.raises(RuntimeError, match="all 3 buffers of 10000 bytes are lent"):
+    assert [int(buffer[-1]) for buffer in taken] == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="all 3 buffers of 10000 bytes are in use"):
         pool.take()
-    pool.give(lent[1])
-    assert pool.take().data_ptr() == lent[1].data_ptr()
+    pool.give(taken[1])
+    assert pool.take().data_ptr() == taken[1].data_ptr()
 
 
 def test_views_may_be_given_back_but_nothing_else() -> None:
     pool, other = Pool(nbytes=4096, count=2), Pool(nbytes=4096, count=1)
     buffer, foreign = pool.take(), other.take()
-    with pytest.raises(ValueError, match="did not lend"):
+    with pytest.raises(ValueError, match="no buffer of this pool"):
         pool.give(foreign)
-    with pytest.raises(ValueError, match="did not lend"):
+    with pytest.raises(ValueError, match="no buffer of this pool"):
         pool.give(buffer[64:])
     pool.give(buffer[:400].view(torch.float32))
     with pytest.raises(ValueError, match="given back before"):
@@ -98,7 +98,7 @@ def test_a_pool_makes_nothing_after_its_start() -> None:
     first = {pool.take().data_ptr() for _ in range(2)}
     for _ in range(20):
         for address in first:
-            pool.give(pool._lent[address])
+            pool.give(pool._in_use[address])
         assert {pool.take().data_ptr() for _ in range(2)} == first
 
 

@@ -78,7 +78,7 @@ def window_block(w: Weights, name: str, index: int, x: Tensor, c: Any) -> Tensor
         y = look(q, k, v, lambda i, j: j <= i, -slopes.view(-1, 1, 1) * far)
     x = x + linear(w, f"{name}.attention.out", y)
     at = norm(w, f"{name}.mlp_norm", x)
-    gate = F.gelu(linear(w, f"{name}.mlp.tile_gatherer", at), approximate="tanh")
+    gate = F.gelu(linear(w, f"{name}.mlp.gate", at), approximate="tanh")
     return x + linear(w, f"{name}.mlp.down", gate * linear(w, f"{name}.mlp.up", at))
 
 

@@ -225,9 +225,7 @@ def test_buffers_of_stages_2_and_3_do_not_grow_with_the_model() -> None:
 
 def test_buckets_on_their_way_are_counted() -> None:
     """From stage 2 on buckets fill, leave and arrive; larger ones take more, up to what there is."""
-    sizes = [
-        first(4, model={"layers": 8}, zero={"stage": 2, "bucket_mib": mib}).bytes["buffers"] for mib in (0.1, 0.5)
-    ]
+    sizes = [first(4, model={"layers": 8}, zero={"stage": 2, "bucket_mib": mib}).bytes["buffers"] for mib in (0.1, 0.5)]
     alone = first(1, model={"layers": 8}, zero={"stage": 2, "bucket_mib": 0.5}).bytes["buffers"]
     assert alone < sizes[0] < sizes[1]
     assert sizes[1] - sizes[0] >= 2 * (0.5 - 0.1) * 2**20  # one fills while another travels

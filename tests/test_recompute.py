@@ -220,11 +220,11 @@ def test_what_is_kept_holds_on_to_nothing_else() -> None:
     """A view of something larger is copied; a slice is no view."""
     large = torch.arange(100.0)
     for axis, elements in ((None, 40), (Axis("tp", (0, 1, 2), 2), 14)):
-        kept = ActivationStore(axis, None, CPU).keep(large[:40].view(8, 5))
+        kept = ActivationStore(axis, None, CPU).save(large[:40].view(8, 5))
         assert kept.value is not None
         assert kept.value.untyped_storage().nbytes() == 4 * elements
     whole = torch.ones(8, 5)
-    same = ActivationStore(None, None, CPU).keep(whole).value
+    same = ActivationStore(None, None, CPU).save(whole).value
     assert same is not None
     assert same.data_ptr() == whole.data_ptr()
 

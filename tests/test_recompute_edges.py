@@ -246,10 +246,10 @@ def test_inputs_kept_before_a_larger_one_come_back_and_their_regions_go(tmp_path
     for one, x in zip(kept, inputs, strict=True):
         assert torch.equal(store.get(one), x)
         store.release(one)
-    size, homes_kept = disk._size, len(storages._free)
-    for one in [store.save(torch.ones(60_000)) for _ in range(homes_kept)]:
+    size, free = disk._size, len(storages._free)
+    for one in [store.save(torch.ones(60_000)) for _ in range(free)]:
         store.release(one)
     assert disk._size == size
-    assert homes_kept == 2  # of the largest drive: 60 000 and 7
+    assert free == 2  # of the largest drive: 60 000 and 7
     assert storages._drive is not None
     assert len([storages._drive.take() for _ in range(BUFFERS)]) == BUFFERS  # every buffer came back

@@ -39,11 +39,11 @@ def state(engine: Engine) -> list[Tensor]:
     engine.optimizer.settle()
     held = [group.params.clone() for group in engine.layout.groups if not group.sliced]
     for s in engine.optimizer.states:  # what is kept in buffers stays there
-        held += [loan.wait().clone() for loan in s.kept.values()]
-        for home in (s.bucket.storage, *(home for part, home in s.storages.items() if part not in s.kept)):
-            loan = home.fetch()
-            held.append(loan.wait().clone())
-            loan.drop()
+        held += [staged.wait().clone() for staged in s.kept.values()]
+        for storage in (s.bucket.storage, *(storage for part, storage in s.storages.items() if part not in s.kept)):
+            staged = storage.fetch()
+            held.append(staged.wait().clone())
+            staged.drop()
     return [*held, engine.optimizer.updates.clone()]
 
 
@@ -77,10 +77,10 @@ def poison_slice(engine: Engine, value: float, owned: bool = True) -> None:
         gradients = inner()
         fitting = (i for i, bucket in enumerate(engine.layout.buckets) if bucket.group.owned == owned)
         gradient = gradients[next(fitting, 0)]
-        loan = gradient.storage.fetch()
-        loan.wait()[0] = value
-        gradient.squares = squares(loan.wait())
-        loan.store()
+        staged = gradient.storage.fetch()
+        staged.wait()[0] = value
+        gradient.squares = squares(staged.wait())
+        staged.store()
         return gradients
 
     engine.reducer.finish = finish  # type: ignore[method-assign]

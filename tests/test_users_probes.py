@@ -224,7 +224,7 @@ class TwoInTurn(Decoder):
 
     def layers(self) -> list[nn.Module]:
         found = [
-            own.TileGatherer(f"shared.{letter}", self.norm(f"shared.{letter}.norm"), self.hidden, self.slicing)
+            own.Gate(f"shared.{letter}", self.norm(f"shared.{letter}.norm"), self.hidden, self.slicing)
             for letter in "ababa"
         ]
         return [self.embedding(), *found, self.head("head.weight")]

@@ -172,9 +172,9 @@ def test_a_skipped_step_writes_nothing(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ found by a review
 
 
-def lent(engine: Engine) -> int:
+def in_use(engine: Engine) -> int:
     kept = sum(len(state.kept) for state in engine.optimizer.states)
-    return drive_of(engine).lent - len(drive_of(engine)._writing) - kept
+    return drive_of(engine).in_use - len(drive_of(engine)._writing) - kept
 
 
 def fail_to_save(folder: Path) -> None:
@@ -198,7 +198,7 @@ def fail_to_save(folder: Path) -> None:
         with pytest.raises(ValueError, match=r"head\.norm\.weight"):
             engine.load_full_state_dict(weights)
     native.stream_tensors = inner
-    assert lent(engine) == 0
+    assert in_use(engine) == 0
     assert distance(state_of(engine), before) == 0.0
     steps(engine, 1)
 
@@ -328,7 +328,7 @@ def fail_while_values_move(folder: Path) -> None:
     for each in (engine, twin):
         steps(each, 2)
     assert distance(state_of(engine), state_of(twin)) == 0.0
-    assert lent(engine) == 0
+    assert in_use(engine) == 0
 
 
 def test_a_load_or_a_save_that_fails_halfway_leaves_nothing_mixed(tmp_path: Path) -> None:

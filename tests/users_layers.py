@@ -102,7 +102,7 @@ class Universal(nn.Module):
         return x
 
 
-class TileGatherer(nn.Module):
+class Gate(nn.Module):
     """x + a sigmoid(b), both by one replicated weight [2 h h]."""
 
     def __init__(self, name: str, norm: nn.Module, hidden: int, slicing: Slicing) -> None:

@@ -120,7 +120,7 @@ class Kernels(Decoder):
     """Parameters of three dimensions: replicated, cut along the middle, cut along the first."""
 
     def layers(self) -> list[nn.Module]:
-        parts = {"gate": own.TileGatherer, "convolution": own.Convolution, "stacked": own.Stacked}
+        parts = {"gate": own.Gate, "convolution": own.Convolution, "stacked": own.Stacked}
         made = (kind(name, self.norm(f"{name}.norm"), self.hidden, self.slicing) for name, kind in parts.items())
         return [self.embedding(), *made, self.head()]
 

@@ -60,7 +60,7 @@ def building_place(path: Path) -> Path:
 
 
 def publish(building: Path, path: Path) -> None:
-    """Returns a finished folder its name, durably; a folder that has it already is replaced. OSError when it cannot.
+    """Renames a finished folder to its final name, durably; replaces a folder of that name. OSError if it cannot.
 
     Where the system can swap two names in one step, `path` is a whole folder at every moment.
     """

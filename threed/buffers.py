@@ -136,7 +136,7 @@ class Buffers:
         self._send([(place, value.shape, value.dtype) for place, value in held])
 
     def begin_step(self) -> None:
-        """Returns all data ranks the first one's values of what changes. Collective."""
+        """Broadcasts the values of changing buffers from the first data rank to the others. Collective."""
         if self._seen is None and not self._idle:
             self._seen = self._look(copy=not self._searched and self._axis.size > 1)
         self._send(self._changing)

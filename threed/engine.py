@@ -29,7 +29,7 @@ from threed.checkpoint import fit, native
 from threed.checkpoint.extras import Extras
 from threed.checks import find_refusals
 from threed.config import Config, ConfigError, resolve
-from threed.footprint import trace
+from threed.footprint import flops
 from threed.layers import MicroBatch, Slicing
 from threed.metrics import Faults
 from threed.metrics import StepMetrics as StepMetrics
@@ -107,7 +107,7 @@ class Engine:
         self.gatherer = Gatherer(self.layout, self._gather_axis())
         wire = dtype(config.precision.reduce_dtype or config.precision.grad_dtype or "fp32")
         self.reducer = Reducer(self.layout, wire, dynamic=self.wrapped is not None)
-        self.reducer.speaks = topology.axis("tp").index == 0
+        self.reducer.warns = topology.axis("tp").index == 0
         self.optimizer = Optimizer(
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
             learning_rate or self._learning_rate(), device=topology.device, grad_clip=config.train.grad_clip,
@@ -160,9 +160,10 @@ class Engine:
         own = getattr(self.model, "costs", None)
         if own is not None:
             return list(own(self.config.train.micro_batch))
-        mine = [3.0 * cost.flops for cost in trace(self.model, layers, self.config, self.topology)]
-        everyone = collectives.exchange(mine, self.topology.axis("tp"))
-        return [sum(costs) for costs in zip(*everyone, strict=True)]
+        everyone = collectives.exchange(
+            flops(self.model, layers, self.config, self.topology), self.topology.axis("tp")
+        )  # fmt: skip
+        return [3.0 * sum(costs) for costs in zip(*everyone, strict=True)]
 
     def _stages(self, mine: list[nn.Module]) -> list[Stage]:
         """This rank's chunks of the model; a wrapped module gathers its parameters, and recomputes, by itself."""

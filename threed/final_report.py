@@ -17,13 +17,13 @@ PROMPT = "def "
 
 
 def sample_text(engine: Engine, data: Data, count: int) -> str:
-    """A prompt and `count` tokens that the model continues it with. Collective."""
+    """Returns a prompt and the `count` tokens with which the model continues it. Collective."""
     prompt = data.tokenizer.encode(PROMPT) or [data.tokenizer.eot]
     return data.tokenizer.decode(generate(engine, prompt, count))
 
 
 def memory_rows(forecast: Forecast, peaks: Sequence[int], step: int) -> list[dict[str, Any]]:
-    """Predicted bytes of every rank, and those that it was measured to need in a step, for the picture."""
+    """Returns the predicted and the measured bytes of every rank in a step, for the picture."""
     return [
         {"rank": rank.rank, "label": rank.label, "predicted": rank.bytes, "measured": peak, "step": step}
         for rank, peak in zip(forecast.ranks, peaks, strict=True)
@@ -33,7 +33,7 @@ def memory_rows(forecast: Forecast, peaks: Sequence[int], step: int) -> list[dic
 def draw(
     folder: Path, data: Data, forecast: Forecast, spans: Sequence[Sequence[Any]], memory: Sequence[Mapping[str, Any]]
 ) -> list[Path]:
-    """RngState loss.svg, memory.svg and pipeline.svg into the run's figures; gives those that were drawn."""
+    """Draws loss.svg, memory.svg and pipeline.svg into the run's figures; returns those that were drawn."""
     figures.save_figure_data(
         folder, uniform_entropy=data.uniform_entropy, unigram_entropy=data.unigram_entropy, memory=list(memory)
     )

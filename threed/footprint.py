@@ -3,8 +3,8 @@
     costs = trace(blueprint.model, blueprint.layers, config, topology, blueprint.recomputed)
     footprint(blueprint, costs)             bytes by purpose, and bytes sent over each axis
 
-Blueprints are those of `Topology.drawn`. Parameters, gradients and optimizer states are the storages that an engine makes;
-reductions and gathers are those of ZeRO's own reducer and gatherer, run on gradients that are shapes only.
+Blueprints are those of `Topology.drawn`. Parameters, gradients and optimizer states are the storages that an engine
+makes; reductions are those of ZeRO's own reducer, run on gradients that are shapes only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from threed.device import peak_bytes, reset_peak
 from threed.layers import MicroBatch
 from threed.models import Model
 from threed.pipeline import activation_checkpointing
-from threed.pipeline.trace import META, LayerCost, Tracer, Watch
+from threed.pipeline.trace import META, LayerCost, Tracer, Watch, stated_flops
 from threed.planner.gathering import gathering
 from threed.planner.grid import AXES
 from threed.precision import dtype
@@ -64,6 +64,12 @@ def trace(
         for number in recomputed:
             costs[number] = _moved(costs[number], config, default_device().type)
     return costs
+
+
+def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topology) -> list[int]:
+    """The forward FLOPs of every layer on this rank: as layers state them, or else by tracing them."""
+    stated = stated_flops(layers, config.train.micro_batch * config.model.seq, config.model.seq)
+    return [cost.flops for cost in trace(model, layers, config, topology)] if stated is None else stated
 
 
 def _moved(cost: LayerCost, config: Config, device: str) -> LayerCost:
@@ -149,12 +155,11 @@ def _activations(
             most, now = max(most, now + one.forward + reductions.standing), now + one.kept
             kept = max(kept, now)
             continue
-        now -= one.kept if action.kind in (Kind.B, Kind.I) else 0
         leaving = reductions.always or number == last[action.chunk]
         for unit, nbytes in enumerate(one.backward, units[action.chunk]):
-            most = max(most, now + nbytes + (reductions.during[unit] if leaving else 0))
-        now += one.kept if action.kind is Kind.I else 0
-        reductions.standing = reductions.left if reductions.always else 0
+            most = max(most, now - one.kept + nbytes + (reductions.during[unit] if leaving else 0))
+        now -= 0 if action.kind is Kind.I else one.kept  # a W still needs what an I has used
+        reductions.standing = max(reductions.standing, reductions.left if reductions.always else 0)
     return kept, max(most, reductions.end)
 
 
@@ -229,7 +234,7 @@ class _Reductions:
         layout, config = blueprint.layout, blueprint.config
         wire = dtype(config.precision.reduce_dtype or config.precision.grad_dtype or "fp32")
         reducer = Reducer(layout, wire)
-        self.always, self.standing = reducer.rounds, 0
+        self.always = reducer.rounds
         rounds = min(blueprint.plan.microbatches, 2) if reducer.rounds else 1
         traffic = blueprint.topology.traffic
         with Watch(storages(layout, states)) as watch:
@@ -251,6 +256,7 @@ class _Reductions:
                 )
             reducer.finish()
             self.end = watch.most
+            self.standing = watch.bytes()  # from step to step
 
     def _backward(self, reducer: Reducer, layout: Layout, units: range, watch: Watch) -> None:
         """Every parameter of some units gets its gradients."""

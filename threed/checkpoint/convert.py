@@ -2,7 +2,7 @@
 
     convert("runs/gpt/checkpoints/step-200", "gpt-hf", dtype="bf16")      # native -> Hugging Face
 
-Needs no process group. Importing Hugging Face folders is refused by name.
+Needs no process group. Importing Hugging Face folders is not supported, and refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from threed.data.tokenizer import Tokenizer, load_tokenizer
 
 
 def convert(src: str | Path, dst: str | Path, *, dtype: str | None = None, tokenizer: str | None = None) -> Path:
-    """Converts the checkpoint folder `src` into the new folder `dst`, and gives that.
+    """Converts the checkpoint folder `src` into the new folder `dst`, and returns that.
 
     dtype: of the weights, see `hf.export_hf`. tokenizer: "bytes" or the path of a tokenizer.json, "none" for an export
     without one; None: the one that the run was trained with. Raises CheckpointError, saying what to do.
@@ -33,7 +33,7 @@ def convert(src: str | Path, dst: str | Path, *, dtype: str | None = None, token
 
 
 def kind_of(path: Path) -> str:
-    """ "native" or "hf", by the files of a folder; CheckpointError, with a hint where one helps, when it is neither."""
+    """Returns "native" or "hf", by the files of a folder; CheckpointError, with a hint if there is one, if neither."""
     if (path / native.MANIFEST).is_file():
         return "native"
     if not path.exists():

@@ -1,6 +1,6 @@
-"""What a checkpoint holds beside weights and moments: persistent buffers, and for a wrapped module torch's generators.
+"""Checkpoint content besides weights and moments: persistent buffers, and torch's generators for a wrapped module.
 
-Buffers are saved by the rank whose value counts, as bytes, with name, dtype and shape in the manifest. The generators
+Buffers are saved by their owner, as bytes, with name, dtype and shape in the manifest. The generators
 are torch's default one and that of the rank's GPU, of every rank: a wrapped module draws its dropout from them, the
 layers of this package do not. The generators of `random` and numpy are the program's own and are not saved.
 """
@@ -32,7 +32,7 @@ class Extras:
     _told: set[str] = field(default_factory=set)
 
     def ready(self) -> None:
-        """Makes buffers alike before they are saved; warns once of those that differ over tensor ranks. Collective."""
+        """Makes buffers equal on all ranks before they are saved; warns once if tensor ranks differ. Collective."""
         self.buffers.agree()
         names = set(self.buffers.different()) - self._told
         self._told |= names
@@ -44,7 +44,7 @@ class Extras:
             )
 
     def entries(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What the manifest says of this rank's share, and the share itself: uint8 [n] by key."""
+        """Returns this rank's entries of the manifest, and their values: uint8 [n] by key."""
         owned = self.buffers.owned()
         states = rng_states(self.topology.device) if self.generators else {}
         about = {
@@ -55,7 +55,7 @@ class Extras:
         return about, {**tensors, **{f"generator/{name}": state for name, state in states.items()}}
 
     def restore_generators(self, saved: Mapping[str, Tensor], same: bool, seed: str) -> None:
-        """Sets the generators to what they were, or, in another topology, to states that follow from `seed`."""
+        """Restores the generators, or, in another topology, sets them to states that follow from `seed`."""
         if not self.generators:
             return
         device, rank = self.topology.device, self.topology.rank

@@ -1,7 +1,7 @@
-"""Files of tensors: written as a stream with their hash, durable, and never taken for whole when they are not.
+"""Files of tensors: written as a stream with their hash, durable; a partial file is always detected.
 
 The format is safetensors (an 8-byte length, a JSON header, the bytes), written here rather than by the library so that
-the hash is made on the way, one tensor is in memory at a time, and a full disk is an error at the byte it happens.
+the hash is computed meanwhile, one tensor is in memory at a time, and a full disk is an error at once.
 Read with the library.
 """
 
@@ -35,7 +35,7 @@ def stream_tensors(
     tensors: Iterable[Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> str:
-    """Writes a safetensors file, flushed to the disk, from tensors that come one by one; gives its sha256 in hex.
+    """Writes a safetensors file, flushed to the disk, from tensors that come one by one; returns its sha256 in hex.
 
     about: dtype and shape of each, by name. OSError when it cannot be written, ValueError for other tensors than those.
     """
@@ -66,7 +66,7 @@ def _parts(
 
 
 def sha256(path: Path) -> str:
-    """The hash of a file, in hex."""
+    """Returns the hash of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -86,7 +86,7 @@ def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """CheckpointError when the disk under `folder` has not `needed` bytes free."""
+    """Raises CheckpointError when the disk under `folder` has not `needed` bytes free."""
     disk = shutil.disk_usage(folder)
     if disk.total == 0:
         raise CheckpointError(f"{folder} is on no disk: point --run.dir elsewhere")

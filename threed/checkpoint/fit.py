@@ -1,4 +1,4 @@
-"""Whether tensors fit an engine, by name and shape, before anything is overwritten; and full tensors taken by name."""
+"""Checks that tensors fit an engine, by name and shape, before anything is overwritten; sets full tensors by name."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Expected:
 
 
 def expected(optimizer: Optimizer, buffers: Buffers, topology: Topology) -> Expected:
-    """What the model of an engine consists of, over all stages. Collective."""
+    """Returns the tensors of an engine's model, over all stages. Collective."""
     found: dict[str, tuple[Shape, bool]] = {}
     for slot in optimizer.layout.slots:
         for piece in slot.spec.pieces:
-            if 0 not in piece.shape:  # such ones are nowhere
+            if 0 not in piece.shape:  # such buffers are not saved
                 found[piece.name] = piece.shape, slot.param.requires_grad
     for axis in ("pp", "tp"):
         lists = collectives.exchange([[n, *both] for n, both in found.items()], topology.axis(axis))
@@ -44,13 +44,13 @@ def expected(optimizer: Optimizer, buffers: Buffers, topology: Topology) -> Expe
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names as text, not too many."""
+    """Returns names as text, at most a few of them."""
     some = sorted(names)
     return ", ".join(some[:MOST]) + (f" and {len(some) - MOST} more" if len(some) > MOST else "")
 
 
 def differences(found: Mapping[str, Shape], wanted: Mapping[str, Shape | None], what: str) -> list[str]:
-    """What a checkpoint's tensors lack, have too many, and have in another shape; a line each."""
+    """Returns a line for each kind of mismatch: missing, unexpected, and of another shape."""
     missing = [name for name, shape in wanted.items() if name not in found and shape is not None]
     unknown = [name for name in found if name not in wanted]
     others = [
@@ -64,7 +64,7 @@ def differences(found: Mapping[str, Shape], wanted: Mapping[str, Shape | None], 
 
 
 def tell(rank: int, text: str, names: Collection[str]) -> None:
-    """A warning with names, on the first rank."""
+    """Warns with a list of names, on the first rank."""
     if names and rank == 0:
         warnings.warn(text.format(listed(names)), stacklevel=4)
 

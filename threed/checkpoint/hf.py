@@ -1,13 +1,13 @@
-"""Hugging Face layouts: which of their tensors holds which of ours, in one table an architecture; and export.
+"""Hugging Face layouts: one table an architecture maps their tensors to ours; and the export.
 
     export_hf(Path("runs/gpt/checkpoints/step-200"), Path("runs/gpt/hf"), tokenizer)     # from a native checkpoint
     state_dict_to_hf(engine.full_state_dict(), config.model)                             # and hf_to_state_dict back
 
-A rule says: this tensor of theirs is those tensors of ours, one below the other, perhaps transposed. Names, shapes and
+A rule maps one tensor of theirs to tensors of ours, stacked along dimension 0, perhaps transposed. Names, shapes and
 both directions follow from it. Rotary positions need no permutation: ours are half-split, as theirs are.
 
 Export, in phases: check the checkpoint and every name and shape -> plan shards from shapes -> stream one tensor at a
-time -> configuration and tokenizer -> give the folder its name.
+time -> configuration and tokenizer -> rename the folder.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """One tensor of a Hugging Face layout: ours, as (name, shape) pairs, one below the other along dimension 0.
+    """One tensor of a Hugging Face layout: ours, as (name, shape) pairs, stacked along dimension 0.
 
     {i} in a name is the number of the block. A shape's words are dimensions, each a product of the legend's letters:
     "ad h" is [a·d h]. transposed: theirs is [in out]. needs: the property of the model without which we have no such
-    tensor. zeros: without it they have one all the same, of zeros.
+    tensor. zeros: without it their layout has the tensor, filled with zeros.
     """
 
     hf: str
@@ -55,7 +55,7 @@ class Rule:
 
 
 def _linear(hf: str, outputs: Mapping[str, str], inputs: str, *, conv1d: bool = False) -> tuple[Rule, Rule]:
-    """Weight and bias of a linear layer; conv1d: GPT-2's, which is transposed and always has a bias."""
+    """Returns the rules of a linear layer; conv1d: GPT-2's, which is transposed and always has a bias."""
     weights = tuple((f"{name}.weight", f"{out} {inputs}") for name, out in outputs.items())
     biases = tuple((f"{name}.bias", out) for name, out in outputs.items())
     return Rule(f"{hf}.weight", weights, conv1d), Rule(f"{hf}.bias", biases, needs="bias", zeros=conv1d)
@@ -94,7 +94,7 @@ LLAMA_RULES = (
     _one(f"{_L}.self_attn.q_norm.weight", f"{_A}.query_norm.weight", "d", "qk_norm"),
     _one(f"{_L}.self_attn.k_norm.weight", f"{_A}.key_norm.weight", "d", "qk_norm"),
     _one(f"{_L}.post_attention_layernorm.weight", f"{_B}.mlp_norm.weight", "h"),
-    *_linear(f"{_L}.mlp.gate_proj", {f"{_B}.mlp.tile_gatherer": "f"}, "h"),
+    *_linear(f"{_L}.mlp.gate_proj", {f"{_B}.mlp.gate": "f"}, "h"),
     *_linear(f"{_L}.mlp.up_proj", {f"{_B}.mlp.up": "f"}, "h"),
     *_linear(f"{_L}.mlp.down_proj", {f"{_B}.mlp.down": "h"}, "f"),
     _one("model.norm.weight", "head.norm.weight", "h"),
@@ -105,7 +105,7 @@ LLAMA_RULES = (
 
 
 def _gpt2_config(m: ModelConfig) -> dict[str, Any]:
-    """GPT-2's keys; our dropout is on the residual branches and the embedding, none on attention probabilities."""
+    """Returns GPT-2's configuration; our dropout is on branches and embedding, not on attention probabilities."""
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": m.hidden, "n_layer": m.layers,
         "n_head": m.heads, "n_inner": m.ffn, "n_positions": m.seq, "activation_function": "gelu_new",
@@ -114,7 +114,7 @@ def _gpt2_config(m: ModelConfig) -> dict[str, Any]:
 
 
 def _llama_config(m: ModelConfig) -> dict[str, Any]:
-    """Llama's or Qwen3's keys; the base of the rotary angles as transformers 4 and as 5 spells it."""
+    """Returns Llama's or Qwen3's configuration; the base of the rotary angles as transformers 4 and as 5 spells it."""
     kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": bool(m.bias)}
     if m.qk_norm:
         kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -162,7 +162,7 @@ class Entry:
         return shape[::-1] if self.rule.transposed else shape
 
     def join(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Their tensor, from ours; fp32 zeros where we have none."""
+        """Returns their tensor, from ours; fp32 zeros if we have none."""
         if not self.held:
             return torch.zeros(self.shape)
         parts = [read(name) for name, _ in self.ours]
@@ -170,7 +170,7 @@ class Entry:
         return whole.t() if self.rule.transposed else whole
 
     def split(self, theirs: Tensor) -> dict[str, Tensor]:
-        """Ours, from their tensor; CheckpointError where we have no place for its values."""
+        """Returns ours, from their tensor; CheckpointError if our model has no tensor for its values."""
         if not self.held:
             if theirs.count_nonzero():
                 raise CheckpointError(f"{self.name} is not zero, and the model has no {self.ours[0][0]}")
@@ -181,7 +181,7 @@ class Entry:
 
 
 def entries(model: ModelConfig) -> list[Entry]:
-    """Every tensor of the Hugging Face layout of a model, block by block; CheckpointError where it has no layout."""
+    """Returns all tensors of a model's Hugging Face layout, block by block; CheckpointError if it has no layout."""
     model = _resolved(model)
     kind = ARCHITECTURES[model.arch]
     if limits := list(export_limits(model)):
@@ -215,7 +215,7 @@ def _resolved(model: ModelConfig) -> ModelConfig:
 
 
 def _check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: str) -> None:
-    """CheckpointError for missing, unexpected and misshaped tensors, ten of them by name."""
+    """Raises CheckpointError for missing, unexpected and misshaped tensors, ten of them by name."""
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{name} is unexpected" for name in found if name not in wanted]
     both = [name for name in wanted if name in found and tuple(found[name]) != wanted[name]]
@@ -226,12 +226,12 @@ def _check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: 
 
 
 def our_shapes(table: Sequence[Entry]) -> dict[str, Shape]:
-    """The names and shapes of all our tensors that a table speaks of."""
+    """Returns the names and shapes of all our tensors in a table."""
     return dict(pair for entry in table if entry.held for pair in entry.ours)
 
 
 def state_dict_to_hf(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Weights by our global names -> by Hugging Face's. CheckpointError where names or shapes are not the model's."""
+    """Maps weights by our global names to Hugging Face's. CheckpointError if names or shapes are not the model's."""
     table = entries(model)
     _check_names({name: tuple(w.shape) for name, w in weights.items()}, our_shapes(table), "the state dict")
     device = next(iter(weights.values())).device
@@ -239,7 +239,7 @@ def state_dict_to_hf(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
 
 
 def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """The inverse of `state_dict_to_hf`."""
+    """Maps weights by Hugging Face's names to ours: the inverse of `state_dict_to_hf`."""
     table = entries(model)
     wanted = {entry.name: entry.shape for entry in table}
     _check_names({name: tuple(w.shape) for name, w in weights.items()}, wanted, "the Hugging Face state dict")
@@ -302,7 +302,7 @@ def _dtype(name: str | None, reader: native.Reader) -> torch.dtype:
 def _write_weights(
     folder: Path, table: Sequence[Entry], reader: native.Reader, dtype: torch.dtype, shard_bytes: int
 ) -> None:
-    """One file, or numbered shards and their index."""
+    """Writes one file, or numbered shards and their index."""
     shards = _shards(table, dtype.itemsize, shard_bytes)
     names = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
     names = names if len(names) > 1 else ["model.safetensors"]
@@ -318,7 +318,7 @@ def _write_weights(
 
 
 def _shards(table: Sequence[Entry], itemsize: int, limit: int) -> list[list[Entry]]:
-    """The tensors in order, cut into files of at most `limit` bytes; a larger tensor has a file of its own."""
+    """Returns the tensors in order, cut into files of at most `limit` bytes; a larger tensor has a file of its own."""
     shards: list[list[Entry]] = [[]]
     used = 0
     for entry in table:

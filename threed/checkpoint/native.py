@@ -1,11 +1,11 @@
-"""The native checkpoint: one safetensors file a rank and a manifest that says which box of which tensor lies where.
+"""The native checkpoint: one safetensors file a rank, and a manifest with the place of every box of every tensor.
 
     step-40/manifest.json            format, configuration, counters, hash of every file, place of every box
     step-40/rank-00000.safetensors   this rank's boxes of weight, exp_avg and exp_avg_sq, buffers, generator states
 
-Loads in any topology: a rank reads the parts of saved boxes that meet its own. Nothing is pickled. A checkpoint exists
-once its manifest does: files are written into `step-40.tmp`, flushed, hashes exchanged, the manifest written last, the
-folder renamed.
+It loads in any topology: a rank reads the parts of saved boxes that intersect its own. Nothing is pickled. A checkpoint
+is complete when its manifest exists: files are written into `step-40.tmp` and flushed, hashes are exchanged, the
+manifest is written last, and the folder renamed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _prepare(path: Path, needed: int) -> str | None:
 def _write_mine(
     building: Path, rank: int, optimizer: Optimizer, mine: list[Record], said: dict[str, Any], beside: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Writes this rank's file; what the manifest says of it, or the error."""
+    """Writes this rank's file; returns its entry of the manifest, or the error."""
     file = file_of(rank)
     about = {str(number): (record.dtype, record.box.size) for number, record in enumerate(mine)}
     about |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in beside.items()}
@@ -96,12 +96,12 @@ def _write_mine(
 
 
 def file_of(rank: int) -> str:
-    """The name of a rank's file."""
+    """Returns the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def _agree(problems: list[str | None], building: Path, everyone: Axis) -> None:
-    """Raises on every rank when any rank failed, after nothing half-written is left."""
+    """Raises on every rank if any rank failed, after removing what was written."""
     found = [problem for problem in problems if problem]
     if found:
         if everyone.index == 0:
@@ -124,7 +124,7 @@ def _manifest(
 
 
 def _digest(body: Mapping[str, Any]) -> str:
-    """The hash of a manifest without its own hash: a flipped bit in a counter or a box is damage too."""
+    """Returns the hash of a manifest without its hash entry, so that damage in counters and boxes is detected too."""
     text = json.dumps({key: value for key, value in body.items() if key != "sha256"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -143,7 +143,7 @@ def _publish(building: Path, path: Path, manifest: dict[str, Any]) -> str | None
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder, checked: CheckpointError when it is none, or names files it may not."""
+    """Reads and checks the manifest of a folder: CheckpointError if it is not valid, or names files it may not."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:
@@ -172,7 +172,7 @@ def _check_file(path: Path, name: str, size: int) -> None:
 
 
 def verify(path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1) -> list[str]:
-    """What is wrong with the contents of the files, a line each; looks at every `of`-th file, from `index` on."""
+    """Returns a line for each file with damaged contents; checks every `of`-th file, from `index` on."""
     problems = (_content_problem(path / entry["file"], entry["sha256"]) for entry in manifest["files"][index::of])
     return [problem for problem in problems if problem]
 
@@ -185,9 +185,9 @@ def _content_problem(file: Path, wanted: str) -> str | None:
 
 
 class Reader:
-    """Boxes of a checkpoint's tensors, whatever boxes it was saved in.
+    """Reads boxes of a checkpoint's tensors, independent of the boxes it was saved in.
 
-    shapes: of the weights. parts: what there is of each (weight, exp_avg, ...). buffers: (file, dtype, shape) of each.
+    shapes: of the weights. parts: those saved of each (weight, exp_avg, ...). buffers: (file, dtype, shape) of each.
     """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
@@ -206,7 +206,7 @@ class Reader:
                 self.buffers[name] = entry["file"], dtype, tuple(shape)
 
     def box(self, part: str, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        """The values [*size] of the box at `start`; CheckpointError where some were never saved."""
+        """Returns the values [*size] of the box at `start`; CheckpointError if some were not saved."""
         problem = self.gap(part, name, start, size)
         if problem:
             raise CheckpointError(problem)
@@ -218,7 +218,7 @@ class Reader:
         return cast(Tensor, out)
 
     def gap(self, part: str, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> str | None:
-        """What is missing of a box, if anything."""
+        """Returns what is missing of a box, as text; None if it is complete."""
         found = sum(math.prod(common[1]) for *_, common in self._meeting(part, name, start, size))
         wanted = math.prod(size)
         return None if found == wanted else f"the checkpoint has {found} of {wanted} values of {part} of {name}"
@@ -226,30 +226,30 @@ class Reader:
     def _meeting(
         self, part: str, name: str, start: tuple[int, ...], size: tuple[int, ...]
     ) -> Iterator[tuple[str, str, list[int], Part]]:
-        """The saved boxes that meet this one: file, key, where the saved box starts, and the common part."""
+        """Yields the saved boxes that intersect this one: file, key, start of the saved box, and the intersection."""
         for file, key, saved_start, saved_size in self._index.get((part, name), ()):
             common = intersect(start, size, saved_start, saved_size)
             if common is not None:
                 yield file, key, saved_start, common
 
     def full(self, part: str, name: str) -> Tensor:
-        """A whole tensor."""
+        """Returns a whole tensor."""
         shape = self.shapes[name]
         return self.box(part, name, (0,) * len(shape), shape)
 
     def buffer(self, name: str) -> Tensor:
-        """A persistent buffer."""
+        """Returns a persistent buffer."""
         file, dtype, shape = self.buffers[name]
         return of_bytes(self._handles[file].get_tensor(f"buffer/{name}"), dtype, shape)
 
     def generators(self, rank: int) -> dict[str, Tensor]:
-        """The states of a rank's generators, uint8 [n], as far as they were saved."""
+        """Returns the saved states of a rank's generators, uint8 [n]."""
         file = file_of(rank)
         return {n: self._handles[file].get_tensor(f"generator/{n}").clone() for n in self._generators.get(file, ())}
 
 
 def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras) -> dict[str, Any]:
-    """Fills the optimizer and the buffers from a checkpoint of any topology; gives back its counters. Collective.
+    """Fills the optimizer and the buffers from a checkpoint of any topology; returns its counters. Collective.
 
     Every rank hashes a share of the files; CheckpointError on all of them when one is damaged or another model's.
     """
@@ -293,14 +293,14 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
 
 
 def _differences(reader: Reader, here: fit.Expected, old: bool) -> list[str]:
-    """What of a checkpoint does not fit the model; old: its version has no buffers."""
+    """Returns what of a checkpoint does not fit the model; old: its version has no buffers."""
     found = {name: shape for name, (*_, shape) in reader.buffers.items()}
     problems = fit.differences(reader.shapes, here.weights, "weights")
     return problems + ([] if old else fit.differences(found, here.buffers, "buffers"))
 
 
 def _tell(rank: int, reader: Reader, here: fit.Expected, fresh: set[str]) -> None:
-    """Says what was not restored."""
+    """Warns of what was not restored."""
     left = {name for name, parts in reader.parts.items() if parts > {WEIGHT}} - here.trained
     kept = {name for name, shape in here.buffers.items() if shape is not None} - set(reader.buffers)
     fit.tell(rank, "the checkpoint has no moments of {}, which were frozen: they begin at zero", fresh)
@@ -309,14 +309,14 @@ def _tell(rank: int, reader: Reader, here: fit.Expected, fresh: set[str]) -> Non
 
 
 def _refuse(problems: list[str], everyone: Axis) -> None:
-    """Raises on every rank what any rank found."""
+    """Raises on every rank if any rank found a problem."""
     found = [problem for rank in collectives.exchange(problems, everyone) for problem in rank]
     if found:
         raise CheckpointError("; ".join(dict.fromkeys(found)))
 
 
 def model_differences(manifest: Mapping[str, Any], config: Config) -> list[str]:
-    """What of the model's shape differs between a checkpoint and a configuration, one line each."""
+    """Returns what of the model's shape differs between a checkpoint and a configuration, one line each."""
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
     return [
         f"the checkpoint's model has {key} = {saved.get(key)}, this run has {value}: resume with the same shape,"
@@ -327,7 +327,7 @@ def model_differences(manifest: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def optimizer_differences(manifest: Mapping[str, Any], config: Config, parts: Sequence[str]) -> list[str]:
-    """A line if the checkpoint is another optimizer's: Lion's momentum, say, has the name of one of Adam's moments."""
+    """Returns a line if the checkpoint is another optimizer's: Lion's momentum has the name of an Adam moment."""
     saved, wanted = manifest["config"]["optim"]["name"], config.optim.name
     if saved == wanted:
         return []
@@ -343,7 +343,7 @@ def optimizer_differences(manifest: Mapping[str, Any], config: Config, parts: Se
 
 
 def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dict[str, Tensor]:
-    """Global names -> full tensors on rank 0 (at least fp32, on the CPU), an empty dict elsewhere. Collective.
+    """Returns full tensors by global name on rank 0 (at least fp32, on the CPU), else an empty dict. Collective.
 
     part: the weights (masters), or one of the parts that the optimizer's rule keeps.
     """
@@ -369,7 +369,7 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
 
 
 def _place(values: Tensor, boxes: Sequence[Any], full: dict[str, Tensor]) -> None:
-    """Puts values [n] where they belong: boxes of (global name, global shape, start, size), one after the other."""
+    """Copies values [n] to their boxes, given as (global name, global shape, start, size), one after the other."""
     at = 0
     for name, shape, start, size in boxes:
         n = math.prod(size)

@@ -1,10 +1,10 @@
-"""Which checkpoints of a run folder a run resumes from, which stay, and which are set aside.
+"""Which checkpoints of a run folder are resumed from, kept, deleted, or set aside.
 
     demo/checkpoints/step-40                              the run's history: the highest step was saved last
     demo/checkpoints-abandoned-20260801-101500/step-60    set aside when the run went back to step 40
 
-A run that goes back, to an earlier step or past damaged checkpoints, abandons the later ones: they are moved out of the
-way before its first step. So steps are always in the order of events, and the next start resumes what was saved last.
+A run that goes back, to an earlier step or past damaged checkpoints, abandons the later ones: they are moved to another
+folder before its first step. So steps are always in order of time, and the next start resumes what was saved last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from threed.topology import Axis
 
 
 def candidates(folder: Path, resume: str) -> Iterator[Path]:
-    """The checkpoints to try, best first: the one named, or a run folder's by falling step."""
+    """Returns the checkpoints to try, best first: the one named, or those of a run folder by falling step."""
     if resume == "auto":
         steps = [path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
         yield from sorted(steps, key=_step, reverse=True)
@@ -33,8 +33,8 @@ def candidates(folder: Path, resume: str) -> Iterator[Path]:
 
 
 def after_restart(folder: Path, resume: str) -> str:
-    """What to resume from: `resume`; but "auto" in a job that torchrun restarted and that has saved something before,
-    for going back to its beginning would abandon that."""
+    """Returns what to resume from: `resume`; but "auto" in a job that torchrun restarted and that has saved
+    a checkpoint, because starting anew would abandon it."""
     job = job_name()
     if resume == "auto" or job is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return resume
@@ -46,7 +46,7 @@ def after_restart(folder: Path, resume: str) -> str:
 
 
 def job_name() -> str | None:
-    """torchrun's name for all attempts of one start, to be saved in checkpoints; None where it has none."""
+    """Returns torchrun's name for all attempts of one start, to be saved in checkpoints; None if there is none."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return None if name == "none" else name
 
@@ -58,9 +58,9 @@ def _step(path: Path) -> int:
 class Retention:
     """Keeps the newest `keep` good checkpoints of a run folder.
 
-    Good is what this run loaded or wrote; any other is read and its hashes checked before it counts. A damaged one does
-    not count, so it pushes no good one out: it stays, for people to look at, until `keep` good ones are newer, and goes
-    then as any checkpoint of its age. The newest good one is never deleted.
+    Good are those that this run loaded or wrote; of any other the hashes are checked first. A damaged one does not
+    count, so no good one is deleted for it: it stays, for inspection, until `keep` good ones are newer, and is then
+    deleted as any checkpoint of its age. The newest good one is never deleted.
     """
 
     def __init__(self, folder: Path, keep: int, everyone: Axis) -> None:
@@ -68,7 +68,7 @@ class Retention:
         self._good: dict[str, bool] = {}
 
     def trust(self, path: Path) -> str | None:
-        """Counts a checkpoint as good that was just loaded or written; its name, or None where it is not this run's."""
+        """Counts a checkpoint just loaded or written as good; returns its name, or None if it is not this run's."""
         if not self._owns(path):
             return None
         self._good[path.absolute().name] = True
@@ -78,7 +78,7 @@ class Retention:
         return path.absolute().parent.resolve() == (self.folder / "checkpoints").resolve()
 
     def prune(self) -> list[str]:
-        """Deletes what is older than the newest `keep` good ones; a line for each found damaged. Collective."""
+        """Deletes what is older than the newest `keep` good ones; returns a line for each damaged one. Collective."""
         paths = list(candidates(self.folder, "auto")) if self.everyone.index == 0 else []
         names = collectives.exchange([path.name for path in paths], self.everyone)[0]
         problems: list[str] = []
@@ -95,7 +95,7 @@ class Retention:
         return problems
 
     def _problems(self, path: Path) -> list[str]:
-        """What is wrong with a checkpoint, from every rank's share of its files."""
+        """Returns what is wrong with a checkpoint, from every rank's share of its files."""
         try:
             mine = native.verify(path, native.read_manifest(path), self.everyone.index, self.everyone.size)
         except CheckpointError as error:
@@ -103,7 +103,7 @@ class Retention:
         return [problem for rank in collectives.exchange(mine, self.everyone) for problem in rank]
 
     def set_aside(self, origin: Path | None, step: int) -> str:
-        """Moves away what a run abandons that goes on from `origin` at `step`; says what and where to, or nothing.
+        """Moves away the checkpoints that a run from `origin` at `step` abandons; returns a message, or nothing.
 
         Abandoned are later steps; and all, where a run begins anew (None) or from another run's checkpoint. The metrics
         go along as a copy. Collective; CheckpointError on every rank where it fails.
@@ -126,7 +126,7 @@ class Retention:
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists():
             shutil.copy2(metrics, aside)
-        for path in reversed(later):  # the newest last: until all are moved, the run is as it was
+        for path in reversed(later):  # the newest last: until all are moved, the run resumes from it
             path.rename(aside / path.name)
         for place in (aside, self.folder, self.folder / "checkpoints"):
             sync(place)

@@ -1,4 +1,4 @@
-"""`open_data`: from a path, or none, to training and validation samples; and the checks that come before any of it.
+"""`open_data`: from a path, or none, to training and validation samples; and the checks before that.
 
 Use: `problems = find_problems(path, tokenizer, split)`, then
 `data = open_data(path, tokenizer, split, seq, seed)`; `data.train.batch(first, count)`.
@@ -36,7 +36,7 @@ FRESH_S = 2.0
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains on and is judged by.
+    """The training and validation data of a run.
 
     `sha256` is over the names and contents of the corpus' files. `notice` is for the user to read; empty if there is
     nothing to say. `unigram_entropy` (nats a token) and `bytes_per_token` are of the validation split.
@@ -111,7 +111,7 @@ def find_problems(path: str | None, tokenizer: str, split: float) -> list[str]:
 
 @dataclass(frozen=True)
 class _Opened:
-    """A corpus as one flat run of tokens, of which those from `cut` are for validation."""
+    """A corpus as one flat sequence of tokens; those from `cut` on are for validation."""
 
     tokens: Tokens
     cut: int

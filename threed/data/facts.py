@@ -15,7 +15,7 @@ import numpy as np
 from threed.data.tokenizer import Tokenizer, Tokens
 
 BLOCK = 1 << 22
-# Entropy and bytes a token hardly move beyond this many tokens, while decoding them all could take hours.
+# Entropy and bytes a token hardly change beyond this many tokens; decoding all of them could take hours.
 MEASURED_TOKENS = 1 << 22
 
 

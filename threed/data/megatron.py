@@ -34,7 +34,7 @@ LONGEST_SEQUENCE = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class MegatronIndex:
-    """What an .idx says: the tokens' dtype; lengths [n] in tokens; offsets [n] in bytes; documents [d + 1]."""
+    """The content of an .idx: the tokens' dtype; lengths [n] in tokens; offsets [n] in bytes; documents [d + 1]."""
 
     dtype: np.dtype[Any]
     lengths: NDArray[np.int32]
@@ -44,7 +44,7 @@ class MegatronIndex:
 
 @dataclass(frozen=True)
 class TokenizeSummary:
-    """What `tokenize_to_megatron` wrote."""
+    """The counts of what `tokenize_to_megatron` wrote."""
 
     documents: int
     tokens: int
@@ -92,7 +92,7 @@ def read_index(path: Path) -> MegatronIndex:
 
 
 def open_tokens(path: Path) -> Tokens:
-    """Memory-maps all tokens of the pair at `path` (prefix or either file) as one flat run, in the file's dtype.
+    """Memory-maps all tokens of the pair at `path` (prefix or either file) as one flat array, in the file's dtype.
 
     Raises ValueError, saying what to do, when a file is missing, they do not fit together, or sequences are not stored
     one after the other.

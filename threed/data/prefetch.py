@@ -2,8 +2,8 @@
 
 Use: `with Prefetcher(fetch, start=7) as batches: batches.get(7); batches.get(8); …`
 
-The thread calls `fetch(step)` for step, step + 1, … and keeps at most `depth` results. Asking for any other step than
-the next one throws the kept results away and starts again there. Both sides sleep on one condition variable.
+The thread calls `fetch(step)` for step, step + 1, … and keeps at most `depth` results. A request for any other step
+discards the results and restarts there. Both sides sleep on one condition variable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Prefetcher(Generic[T]):
     """Computes `fetch(step)` for rising steps, up to `depth` steps ahead in one background thread.
 
     `fetch` must be a pure function of the step. What it raises is raised by `get` of that step, with the original
-    traceback. `close` (or leaving the `with` block) waits for the fetch under way and ends the thread.
+    traceback. `close` (or leaving the `with` block) waits for the running fetch and ends the thread.
     """
 
     def __init__(self, fetch: Callable[[int], T], start: int, depth: int = 2) -> None:
@@ -34,7 +34,7 @@ class Prefetcher(Generic[T]):
         self._ready: deque[T | _Failure] = deque()
         self._wanted = start  # the step that get() expects next
         self._upcoming: int | None = start  # the step to fetch next; None after a failure, until a restart
-        self._restarts = 0  # tells a result that was asked for before a restart from one asked for after
+        self._restarts = 0  # tells results requested before a restart from later ones
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="threed-prefetch", daemon=True)
         self._thread.start()
@@ -56,7 +56,7 @@ class Prefetcher(Generic[T]):
         return outcome
 
     def close(self) -> None:
-        """Ends the thread, after the fetch under way; harmless when called again."""
+        """Ends the thread, after the running fetch; harmless when called again."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -70,7 +70,7 @@ class Prefetcher(Generic[T]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
+        """Calls `close`."""
         self.close()
 
     def _restart(self, step: int) -> None:

@@ -27,11 +27,11 @@ COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class Tokenizer(Protocol):
-    """What the data room and the engine ask of a tokenizer."""
+    """The interface of a tokenizer, for data and engine."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
 
     @property
     def vocab_size(self) -> int:

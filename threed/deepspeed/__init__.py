@@ -1,4 +1,4 @@
-"""The door for programs written for DeepSpeed: a ds_config.json in, its four objects out.
+"""The interface for programs written for DeepSpeed: takes a ds_config.json, returns its four objects.
 
     engine, optimizer, loader, scheduler = threed.initialize(model=model, config="ds_config.json", training_data=data)
     for batch in loader:
@@ -6,9 +6,9 @@
         engine.backward(loss)           # divided by accumulation steps and ranks: the mean over the global batch
         engine.step()                   # acts at the accumulation boundary; or all of it: engine.train_batch(iterator)
 
-`initialize` finds out what the model and the given optimizer tell, has `threed.ds_config` translate the rest, says on
-rank 0 what has no effect and which defaults apply (`engine.notes`), and wraps a `threed.Engine`. The module itself is
-trained, on any ZeRO stage; docs/deepspeed.md lists the keys.
+`initialize` reads facts from the model and the given optimizer, translates the configuration (`threed.ds_config`),
+prints on rank 0 what has no effect and which defaults apply (`engine.notes`), and wraps a `threed.Engine`. The module
+itself is trained, on any ZeRO stage; docs/deepspeed.md lists the keys.
 """
 
 from threed.deepspeed.engine import DeepSpeedEngine

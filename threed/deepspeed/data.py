@@ -1,4 +1,4 @@
-"""Micro-batches from a dataset: each data-parallel rank its share, on the device."""
+"""Micro-batches from a dataset: each data-parallel rank gets its share, on its device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def deepspeed_io(
     drop_last: bool,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> DataLoader[Any]:
-    """Micro-batches of this rank's share of a dataset, shuffled by DistributedSampler; an iterable one cuts itself."""
+    """Returns a loader of this rank's share of a dataset, shuffled by DistributedSampler if not iterable."""
     axis = topology.axis("dp")
     whole = isinstance(data, IterableDataset)
     sampler: DistributedSampler[Any] | None = (
@@ -33,13 +33,13 @@ def deepspeed_io(
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on a device; a mapping of any kind becomes a dict."""
+    """Returns a batch with its tensors on a device; a mapping of any kind becomes a dict."""
     whole = dict(batch) if isinstance(batch, Mapping) else batch
     return tree_map_only(Tensor, lambda values: values.to(device, non_blocking=True), whole)
 
 
 def repeat(loader: DataLoader[Any]) -> Iterator[Any]:
-    """A loader's batches, epoch after epoch, each shuffled anew."""
+    """Yields a loader's batches, epoch after epoch, each shuffled anew."""
     epoch = 0
     while True:
         if isinstance(loader.sampler, DistributedSampler):

@@ -1,4 +1,4 @@
-"""A `threed.Engine` with DeepSpeed's interface: forward, backward and step are calls of their own.
+"""A `threed.Engine` with DeepSpeed's interface: forward, backward and step are separate calls.
 
 engine = DeepSpeedEngine(model, topology, translation)
 loss = engine(**batch).loss ; engine.backward(loss) ; engine.step()        # or engine.train_batch(iterator)
@@ -30,10 +30,10 @@ LATEST = "latest"  # the file with the newest checkpoint's tag
 
 
 class DeepSpeedEngine:
-    """A `threed.Engine` with DeepSpeed's interface; what it has not itself is looked up in the module.
+    """A `threed.Engine` with DeepSpeed's interface; other attributes are looked up in the module.
 
-    engine: the one inside. metrics: of the last step. micro_steps: calls of `step` so far. notes: what `initialize` had
-    to say.
+    engine: the wrapped engine. metrics: of the last step. micro_steps: calls of `step` so far. notes: the messages of
+    `initialize`.
     """
 
     def __init__(self, model: nn.Module, topology: Topology, translation: Translation) -> None:
@@ -47,7 +47,7 @@ class DeepSpeedEngine:
         self.metrics: StepMetrics | None = None
         self.micro_steps = 0
         self._open = False  # a step has begun
-        self._pending = False  # a backward that no call of `step` followed yet
+        self._pending = False  # a backward without a call of `step` so far
         self._loss = torch.zeros(1, dtype=torch.float64, device=topology.device)
         self._batches: Iterator[Any] | None = None
 
@@ -59,12 +59,12 @@ class DeepSpeedEngine:
     # ------------------------------------------------------------------------------------------------------- training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Runs the module's forward."""
         if torch.is_grad_enabled():
             self._begin()
             return self.module(*args, **kwargs)
         try:
-            with torch.inference_mode(False), torch.no_grad():  # what a module caches must serve training too
+            with torch.inference_mode(False), torch.no_grad():  # what a module caches must be usable in training too
                 return self.module(*args, **kwargs)
         finally:
             if self.engine.hooks is not None:
@@ -80,9 +80,9 @@ class DeepSpeedEngine:
             self._open = True
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """The backward of one micro-batch's mean loss, as its share of the mean over micro-batches and ranks.
+        """Runs the backward of one micro-batch's mean loss, as its share of the mean over micro-batches and ranks.
 
-        scale_wrt_gas: whether to divide by the accumulation steps. Gives back the loss. RuntimeError when `step` was
+        scale_wrt_gas: whether to divide by the accumulation steps. Returns the loss. RuntimeError when `step` was
         not called after the last one.
         """
         if retain_graph:
@@ -100,7 +100,7 @@ class DeepSpeedEngine:
         return loss
 
     def step(self) -> None:
-        """After every backward; at the accumulation boundary, one optimizer step. Collective there."""
+        """Ends a micro-batch; at the accumulation boundary, does one optimizer step. Collective there."""
         if not self._pending:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
         if self.is_gradient_accumulation_boundary():
@@ -111,7 +111,7 @@ class DeepSpeedEngine:
         self._pending = False
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch at hand is the last of its step."""
+        """Returns whether the current micro-batch is the last of its step."""
         return (self.micro_steps + 1) % self.translation.accumulation == 0
 
     def _check_boundary(self, what: str, instead: str) -> None:
@@ -119,11 +119,11 @@ class DeepSpeedEngine:
             raise RuntimeError(f"{what} in the middle of a step: {instead}")
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """A whole optimizer step from an iterator over micro-batches, by default of training_data without end.
+        """Does a whole optimizer step from an iterator over micro-batches, by default of training_data without end.
 
         A micro-batch: a dict of keyword arguments, a sequence of positional ones, or a tensor; the module returns the
-        loss, or something with one (`threed.models.wrapped.loss_of`). Gives the mean loss over micro-batches and
-        ranks, a scalar tensor.
+        loss, or something with one (`threed.models.wrapped.loss_of`). Returns the mean loss over micro-batches
+        and ranks, a scalar tensor.
         """
         self._check_boundary("train_batch", "call engine.step() until the boundary first")
         source = self._endless() if data_iter is None else data_iter
@@ -136,7 +136,7 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
-        """The mean loss over as many micro-batches as a step has, and over ranks, without training. Collective."""
+        """Returns the mean loss over the micro-batches of a step and over ranks, without training. Collective."""
         n, wrapped = self.translation.accumulation, self.engine.wrapped
         assert wrapped is not None
         self.engine.buffers.agree()
@@ -170,7 +170,7 @@ class DeepSpeedEngine:
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients so far, also those that the losses of other engines brought; a step does so by itself.
+        """Drops all gradients so far, also those from losses of other engines; a step does so by itself.
 
         RuntimeError between `backward` and `step`; a warning where micro-batches of the same step are dropped.
         """
@@ -200,11 +200,11 @@ class DeepSpeedEngine:
         return int(self.engine.optimizer.skips)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of the next update, of every parameter group."""
+        """Returns the learning rate of the next update, of every parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """The gradient norm of the last step, before clipping; None before the first."""
+        """Returns the gradient norm of the last step, before clipping; None before the first."""
         return None if self.metrics is None else self.metrics.grad_norm
 
     def train_batch_size(self) -> int:
@@ -216,23 +216,23 @@ class DeepSpeedEngine:
         return self.translation.micro_batch
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one rank in a step."""
+        """Returns the number of micro-batches of one rank in a step."""
         return self.translation.accumulation
 
     def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
+        """Returns the ZeRO stage."""
         return self.translation.config.zero.stage
 
     def gathered(self) -> AbstractContextManager[nn.Module]:
-        """The module, whole between steps; see `threed.Engine.gathered`."""
+        """Returns the module, whole between steps; see `threed.Engine.gathered`."""
         return self.engine.gathered()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Names -> full weights (at least fp32) on rank 0, an empty dict elsewhere. Collective."""
+        """Returns names -> full weights (at least fp32) on rank 0, an empty dict elsewhere. Collective."""
         return self.engine.full_state_dict()
 
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: a rank may hold slices only."""
+        """Raises NotImplementedError: a rank may hold slices only."""
         raise NotImplementedError("a rank may hold slices only: use engine.full_state_dict(), or save_checkpoint()")
 
     module_state_dict = state_dict

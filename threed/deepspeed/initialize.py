@@ -1,4 +1,4 @@
-"""From what a program passes to DeepSpeed, to the four objects it expects back."""
+"""`initialize`: from the arguments of DeepSpeed's function of that name to the four objects it returns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     topology: Topology | None = None,
 ) -> tuple[DeepSpeedEngine, OptimizerView, DataLoader[Any] | None, SchedulerView | None]:
-    """Engine, optimizer, data loader (of training_data) and scheduler (of the config) for a module. Collective.
+    """Returns engine, optimizer, data loader (of training_data) and scheduler (of the config) for a module. Collective.
 
     model: any nn.Module. config: path of a ds_config.json, or a dict. optimizer: a torch AdamW, Adam or SGD, whose
     hyper-parameters are taken; else the config's. model_parameters: parameters or groups, which must be all that
@@ -64,7 +64,7 @@ def initialize(
 
 
 def find_facts(model: nn.Module) -> ModelFacts:
-    """The hidden size its `config` tells, as Hugging Face looks for it, and the format most of its weights have."""
+    """Returns the hidden size in the model's `config`, as Hugging Face finds it, and the dtype of most weights."""
     counts = dict.fromkeys(DTYPES.values(), 0)
     for param in model.parameters():
         counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()

@@ -1,4 +1,4 @@
-"""What programs look up in DeepSpeed's optimizer and scheduler; what they would change there is refused by name."""
+"""Read-only views that take the place of DeepSpeed's optimizer and scheduler; changes are refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ParamGroup(dict[str, Any]):
 
 
 class OptimizerView:
-    """What programs look up in an optimizer; stepping is the engine's."""
+    """A view of the optimizer; the engine does the steps."""
 
     def __init__(self, engine: Engine, zero_grad: Callable[[], None]) -> None:
         self._engine, self._zero_grad = engine, zero_grad
@@ -34,7 +34,7 @@ class OptimizerView:
         groups = [group for group in self._engine.layout.groups if group.key.trainable]
         rates_of = {slot.spec.name: group.key.options for group in groups for slot in group.slots}
         found: dict[GroupOptions, list[nn.Parameter]] = {}
-        for name, param in self._engine.module.named_parameters():  # safe to look at where they are slices
+        for name, param in self._engine.module.named_parameters():  # safe to read while they are slices
             if name in rates_of:
                 found.setdefault(rates_of[name], []).append(param)
         return [
@@ -44,44 +44,44 @@ class OptimizerView:
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied with; 1 unless fp16."""
+        """The factor of the next loss; 1 unless fp16."""
         return float(self._engine.optimizer.scaler.scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The engine's."""
+        """Calls the engine's `zero_grad`."""
         self._zero_grad()
 
     def step(self, *_: Any) -> NoReturn:
-        """Refused."""
+        """Raises an error: not available here."""
         raise NotImplementedError("call engine.step()")
 
     def state_dict(self) -> NoReturn:
-        """Refused."""
+        """Raises an error: not available here."""
         raise NotImplementedError("a rank holds slices only: use engine.save_checkpoint(), which loads on any ranks")
 
     def load_state_dict(self, state: Any) -> NoReturn:
-        """Refused."""
+        """Raises an error: not available here."""
         raise NotImplementedError("use engine.load_checkpoint()")
 
 
 class SchedulerView:
-    """What programs look up in a scheduler; it is a function of the updates done, and advances with them."""
+    """A view of the scheduler; the learning rate is a function of the updates done, and advances with them."""
 
     def __init__(self, optimizer: OptimizerView) -> None:
         self._optimizer = optimizer
 
     def get_last_lr(self) -> list[float]:
-        """The learning rate of the next update, of every parameter group."""
+        """Returns the learning rate of the next update, of every parameter group."""
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     get_lr = get_last_lr
 
     def step(self, *_: Any) -> None:
-        """Nothing: an update advances the schedule, a skipped step does not."""
+        """Does nothing: an update advances the schedule, a skipped step does not."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to keep: the number of updates is in the engine's checkpoint."""
+        """Returns an empty dict: the number of updates is in the engine's checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing: see `state_dict`."""
+        """Does nothing: see `state_dict`."""

@@ -92,6 +92,11 @@ class Attention(nn.Module):
         self.key_norm = norm(f"{name}.key_norm") if qk_norm else None
         self.out = RowLinear(f"{name}.out", heads * d, hidden, slicing, std=out_std, bias=bias, multiple=d)
 
+    def flops(self, tokens: int, seq: int) -> int | None:
+        """FLOPs of a forward beside its linear layers', over the whole square of positions; None of a core it does not
+        know."""
+        return 4 * tokens * seq * self.heads * self.d if self.core is attend else None
+
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.recompute.run("attention", self._attend, *self._project(x)))
 

@@ -60,6 +60,10 @@ class VocabEmbedding(nn.Module):
         self.weight = vocab_table(f"{name}.weight", vocab, hidden, slicing, std)
         self.data_flags = (Flag(f"token ids beyond the {vocab} of {name}"),)
 
+    def flops(self, tokens: int, seq: int) -> int:
+        """None that count."""
+        return 0
+
     def forward(self, tokens: Tensor) -> Tensor:
         self.data_flags[0].note((tokens < 0) | (tokens >= self.vocab))
         x: Tensor = _Lookup.apply(tokens.t(), self.weight, self.first)
@@ -75,6 +79,10 @@ class PositionEmbedding(nn.Module):
         self.slicing = slicing
         piece = Piece(f"{name}.weight", (length, hidden), (0, 0), (length, hidden), init=Init(std=std))
         self.weight = parameter(slicing.shared(piece, decay=True), (length, hidden))
+
+    def flops(self, tokens: int, seq: int) -> int:
+        """None that count."""
+        return 0
 
     def forward(self, x: Tensor) -> Tensor:
         first, last = self.slicing.sequence_range(

@@ -68,7 +68,15 @@ def _product(layer: nn.Module, x: Tensor, bias: Tensor | None, axis: Axis, gathe
     return tiled_linear(x, weights, bias, axis, gather)
 
 
-class ColumnLinear(nn.Module):
+class _Product(nn.Module):
+    """What the linear layers have in common."""
+
+    def flops(self, tokens: int, seq: int) -> int:
+        """FLOPs of a forward."""
+        return 2 * tokens * sum(weight.numel() for weight in tiles_of(self))
+
+
+class ColumnLinear(_Product):
     """A linear layer cut by outputs: x [s b h] (or [s/t b h] when sequences are cut) -> [s b out/t].
 
     outputs: the global matrices packed into it, as (name, out) pairs; each is cut by itself into whole multiples of
@@ -97,7 +105,7 @@ class ColumnLinear(nn.Module):
         return _product(self, x, self.bias, self.axis, self.gather)
 
 
-class RowLinear(nn.Module):
+class RowLinear(_Product):
     """A linear layer cut by inputs: x [s b in/t] -> [s b out] (or [s/t b out] when sequences are cut).
 
     The bias is added once, after the sum; when sequences are cut its gradient is partial.
@@ -120,7 +128,7 @@ class RowLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class ReplicatedLinear(nn.Module):
+class ReplicatedLinear(_Product):
     """A linear layer that every tensor rank holds whole, without communication: x [... in] -> [... out].
 
     For what is too small to cut (a router, a projection to a low rank), or what works on positions between blocks:

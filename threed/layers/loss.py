@@ -38,6 +38,10 @@ class LanguageModelHead(nn.Module):
         self.weight = vocab_table(weight_name, vocab, hidden, slicing, std)
         self.vocab, self.data_flags = vocab, (Flag(f"labels beyond the {vocab} of {name}"),)
 
+    def flops(self, tokens: int, seq: int) -> int:
+        """FLOPs of a forward."""
+        return 2 * tokens * self.weight.numel()
+
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         logits = linear(self.norm(x), self.weight, None, self.slicing.tp, self.slicing.sequence_parallel)
         if micro.labels is None:

@@ -26,6 +26,10 @@ class LayerNorm(nn.Module):
         spec = slicing.shared(vector(f"{name}.bias", width), partial=partial)
         self.bias = parameter(spec, (width,)) if bias else None
 
+    def flops(self, tokens: int, seq: int) -> int:
+        """None that count."""
+        return 0
+
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
 
@@ -40,6 +44,10 @@ class RMSNorm(nn.Module):
         self.width, self.eps = width, eps
         spec = slicing.shared(vector(f"{name}.weight", width, value=1.0), partial=partial)
         self.weight = parameter(spec, (width,))
+
+    def flops(self, tokens: int, seq: int) -> int:
+        """None that count."""
+        return 0
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (self.width,), self.weight, self.eps)

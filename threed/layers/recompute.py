@@ -1,7 +1,7 @@
-"""Selective recompute: operations inside a layer whose results are computed again in the backward, not kept.
+"""Selective recompute: operations in a layer whose results are recomputed in the backward instead of saved.
 
     class Mine(nn.Module):
-        recompute = Recompute()                              # keeps everything, until somebody installs a Selective
+        recompute = Recompute()                              # saves everything, until a Selective is installed
 
         def forward(self, x):
             y = self.recompute.run("activation", torch.tanh, self.up(x))
@@ -12,17 +12,17 @@
     with selective.watch():                                  # around the layer's forward
         y = layer(x, micro)
 
-Nothing is saved inside of a named operation; what autograd asks for is rebuilt from its inputs, all at once, and freed
-as it is used. The operation's result is what the next layer saves as its input, so dropping only what is inside would
-save nothing: tensors are known by the storage they lie in, and a result is packed as a promise to rebuild it wherever
-it is saved (Megatron-Core does the same by emptying the output's storage). Weights are saved too, often as transposed
-views; their storage is none of those. A result that was changed in place since, or is seen in another dtype, is nothing
-that could be rebuilt: it is kept as any other tensor. Kept tensors that change before the backward are an error, as
-they are without hooks; autograd itself looks no more once there are hooks.
+Nothing is saved inside a named operation; in the backward, what autograd needs is recomputed from the operation's
+inputs, all at once, and freed as it is used. The operation's result is the input that the next layer saves, so dropping
+only the inner tensors would gain nothing. Results are identified by their storage, and wherever one is saved it is
+replaced by a placeholder from which it is rebuilt (Megatron-Core does the same by emptying the output's storage).
+Weights are saved too, often as transposed views; their storage is none of those. A result that was changed in place, or
+is viewed in another dtype, cannot be rebuilt: it is saved as any other tensor. A saved tensor that changes before the
+backward is an error, as without hooks; autograd does not check this itself once hooks are set.
 
 Names in use: attention (the core: norms of heads, rotary positions, scaled dot product; queries, keys and values are
-kept as projected), activation (of the MLP; its input is kept), norm (its input is kept). Under sequence parallelism a
-norm's result is gathered anew as well.
+saved as projected), activation (of the MLP; its input is saved), norm (its input is saved). Under sequence parallelism
+a norm's gathered result is gathered again as well.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from threed.topology import Axis
 
 
 class RngState:
-    """What torch's generators were before some work, so that the work can be done again with the same numbers.
+    """The state of torch's generators before a forward, so that it can be run again with the same random numbers.
 
-    SavedInput only if the work drew from them: the layers of this package do not, those of users may.
+    It is kept only if the forward drew from them: the layers of this package do not, those of users may.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,14 +54,14 @@ class RngState:
         self._before: dict[str, Tensor] | None = rng_states(device)
 
     def drawn(self) -> None:
-        """The work is over."""
+        """Ends the recording: drops the state if nothing was drawn."""
         before, now = self._before or {}, rng_states(self._device)
         if all(torch.equal(before[kind], now[kind]) for kind in before):
             self._before = None
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Work in here draws what the first one drew; afterwards the generators go on from where they were."""
+        """Restores the recorded state in the block; afterwards the generators continue from where they were."""
         if self._before is None:
             yield
             return
@@ -74,7 +74,7 @@ class RngState:
 
 
 class Column(Protocol):
-    """A column-parallel layer, which gathers its input over `axis` when `gather`."""
+    """A column-parallel layer, which gathers its input over `axis` if `gather`."""
 
     axis: Axis
     gather: bool
@@ -84,32 +84,32 @@ class Column(Protocol):
 
 
 class Recompute:
-    """What the operations of a layer keep: everything."""
+    """The default for the operations of a layer: everything is saved."""
 
     def run(self, name: str, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """f(*inputs), a function of nothing else but weights."""
+        """Returns f(*inputs); f depends on its inputs and on weights only."""
         return f(*inputs)
 
     def column(self, layer: Column, x: Tensor) -> Tensor:
-        """layer(x), where x may be the result of an operation."""
+        """Returns layer(x), where x may be the result of an operation."""
         return layer(x)
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset in the storage
 
 
-class _Kept:
-    """A tensor that was saved as it is, at some version. That of weights says nothing: ZeRO writes their buffers."""
+class _SavedTensor:
+    """A tensor that is saved as it is, with its version; not for weights, because ZeRO writes into their buffers."""
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
         base = tensor if tensor._base is None else tensor._base
-        self._tensor = tensor.detach()  # counts versions with the original
+        self._tensor = tensor.detach()  # shares the version counter
         self._version = None if isinstance(base, nn.Parameter) else tensor._version
 
     def get(self, what: str) -> Tensor:
-        """The tensor; RuntimeError if it is not what it was."""
+        """Returns the tensor; RuntimeError if it was changed in place."""
         if self._version is not None and self._tensor._version != self._version:
             raise RuntimeError(
                 f"{what}, {self._tensor.dtype} {list(self._tensor.shape)}, was changed in place after it was saved: it"
@@ -119,22 +119,22 @@ class _Kept:
         return self._tensor
 
 
-class _Saved:
-    """A tensor that autograd thinks it has saved. It has this; `value` once it is rebuilt, freed with it."""
+class _Placeholder:
+    """A placeholder that autograd holds in place of a tensor; `value` is set when it is rebuilt, and freed with it."""
 
     __slots__ = ("__weakref__", "operation", "value")
 
     def __init__(self, operation: _Operation) -> None:
         self.operation = operation
-        self.value: _Kept | None = None
+        self.value: _SavedTensor | None = None
 
 
-Packed = _Kept | _Saved
+Packed = _SavedTensor | _Placeholder
 
 
 def unpack(packed: Packed, what: str = "a tensor that the backward needs") -> Tensor:
-    """The tensor that was saved."""
-    if isinstance(packed, _Saved):
+    """Returns the tensor that was saved, rebuilt if need be."""
+    if isinstance(packed, _Placeholder):
         if packed.value is None:
             packed.operation.rebuild()
         assert packed.value is not None
@@ -143,17 +143,17 @@ def unpack(packed: Packed, what: str = "a tensor that the backward needs") -> Te
 
 
 class _Operation:
-    """One run of a named operation: its inputs, and who waits for what it saved and made."""
+    """One run of a named operation: its inputs, and placeholders of what it saved and returned."""
 
     def __init__(self, name: str, f: Callable[..., Tensor], inputs: Sequence[Packed], wants: Sequence[bool]) -> None:
         self.name, self.f, self.inputs, self.wants = name, f, inputs, wants
-        self._inside: list[weakref.ref[_Saved]] = []  # in the order saved
-        self._results: list[tuple[weakref.ref[_Saved], Layout]] = []
+        self._inside: list[weakref.ref[_Placeholder]] = []  # in the order saved
+        self._results: list[tuple[weakref.ref[_Placeholder], Layout]] = []
         self._draws: RngState | None = None
         self._made: tuple[int, torch.dtype] | None = None  # the result's version and dtype
 
     def first(self, inputs: Sequence[Tensor]) -> Tensor:
-        """The run in the forward."""
+        """Runs the operation in the forward."""
         self._draws = RngState(inputs[0].device)
         with saved_tensors_hooks(self._pack, unpack):
             y = self.f(*inputs)
@@ -162,39 +162,39 @@ class _Operation:
         return y
 
     def makes(self, tensor: Tensor) -> bool:
-        """Whether a tensor in the result's storage is a view of what `rebuild` makes."""
+        """Returns whether a tensor in the result's storage is a view of what `rebuild` returns."""
         return self._made == (tensor._version, tensor.dtype) and not (tensor.is_conj() or tensor.is_neg())
 
-    def _pack(self, _: Tensor) -> _Saved:
-        saved = _Saved(self)
-        self._inside.append(weakref.ref(saved))
-        return saved
+    def _pack(self, _: Tensor) -> _Placeholder:
+        placeholder = _Placeholder(self)
+        self._inside.append(weakref.ref(placeholder))
+        return placeholder
 
-    def result(self, view: Tensor) -> _Saved:
-        """Stands for the result, or a view of it."""
-        saved = _Saved(self)
-        self._results.append((weakref.ref(saved), _layout(view)))
-        return saved
+    def result(self, view: Tensor) -> _Placeholder:
+        """Returns a placeholder of the result, or of a view of it."""
+        placeholder = _Placeholder(self)
+        self._results.append((weakref.ref(placeholder), _layout(view)))
+        return placeholder
 
     def rebuild(self) -> None:
-        """The run in the backward: gives everybody who still waits what they wait for."""
-        again: list[_Kept] = []
-        what = f"an input of {self.name}, which is to be computed again"
+        """Runs the operation in the backward, and fills the placeholders that are still alive."""
+        again: list[_SavedTensor] = []
+        what = f"an input of {self.name}, which is to be recomputed"
         inputs = [unpack(x, what).detach().requires_grad_(w) for x, w in zip(self.inputs, self.wants, strict=True)]
         draws = self._draws.again() if self._draws else nullcontext()
-        with torch.enable_grad(), draws, saved_tensors_hooks(lambda t: again.append(_Kept(t)), _never):
+        with torch.enable_grad(), draws, saved_tensors_hooks(lambda t: again.append(_SavedTensor(t)), _never):
             y = self.f(*inputs).detach()
         if len(again) != len(self._inside):
             raise RuntimeError(
                 f"recompute of {self.name} saved {len(again)} tensors where its forward saved {len(self._inside)}: it"
                 " must be a function of its inputs and weights alone"
             )
-        for ref, kept in zip(self._inside, again, strict=True):
-            if (saved := ref()) is not None:
-                saved.value = kept
+        for ref, saved in zip(self._inside, again, strict=True):
+            if (placeholder := ref()) is not None:
+                placeholder.value = saved
         for ref, layout in self._results:
-            if (saved := ref()) is not None:
-                saved.value = _Kept(y.as_strided(*layout))
+            if (placeholder := ref()) is not None:
+                placeholder.value = _SavedTensor(y.as_strided(*layout))
 
 
 def _layout(tensor: Tensor) -> Layout:
@@ -206,23 +206,23 @@ def _never(_: Any) -> Tensor:
 
 
 class Selective(Recompute):
-    """Computes the operations named `ops` again in the backward; everything else is kept."""
+    """Recomputes the operations named `ops` in the backward; everything else is saved."""
 
     def __init__(self, ops: Iterable[str]) -> None:
         self.ops = frozenset(ops)
-        # By storage. The weak reference keeps the address from being used again while the table has it.
+        # By storage. While the table has the weak reference, the storage's address is not reused.
         self._results: dict[int, tuple[StorageWeakRef, _Operation]] = {}
         self._running = False
 
     def install(self, layer: nn.Module) -> None:
-        """Makes the operations of a layer and its parts this object's."""
+        """Makes a layer and its parts run their operations through this object."""
         for module in layer.modules():
             if isinstance(getattr(module, "recompute", None), Recompute):
                 module.recompute = self  # type: ignore[assignment]
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """What autograd saves in here is kept, or is a promise to rebuild it."""
+        """Replaces what autograd saves in the block by placeholders, if it can be rebuilt."""
         try:
             with saved_tensors_hooks(self._pack, unpack):
                 yield
@@ -230,7 +230,7 @@ class Selective(Recompute):
             self._results.clear()
 
     def run(self, name: str, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """f(*inputs); nothing of it is kept where `name` is among the operations to compute again."""
+        """Returns f(*inputs); saves nothing of it if `name` is one of the operations to recompute."""
         if name not in self.ops or self._running or not torch.is_grad_enabled():
             return f(*inputs)
         alone = functools.partial(self._alone, f)
@@ -241,7 +241,7 @@ class Selective(Recompute):
         return y
 
     def _alone(self, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """f(*inputs), in which other named operations are nothing special: they are part of this one."""
+        """Returns f(*inputs); named operations inside are part of this one."""
         self._running = True
         try:
             return f(*inputs)
@@ -249,11 +249,11 @@ class Selective(Recompute):
             self._running = False
 
     def column(self, layer: Column, x: Tensor) -> Tensor:
-        """layer(x); where the layer gathers an x that is to be rebuilt, it is gathered again as well."""
+        """Returns layer(x); if the layer gathers an x that is to be rebuilt, the backward gathers it again as well."""
         source = self._made(x)
         if not layer.gather or source is None:
             return layer(x)
-        promise = source.result(x)  # autograd keeps hooks with what they packed: with x in one, x itself would stay
+        placeholder = source.result(x)  # a hook that refers to x itself would keep it alive
         gathered = (layer.axis.size * x.shape[0], *x.shape[1:])
 
         def pack(tensor: Tensor) -> Packed:
@@ -261,7 +261,7 @@ class Selective(Recompute):
             if tensor.shape != gathered or tensor.untyped_storage()._cdata in weights:
                 return self._pack(tensor)
             again = functools.partial(collectives.all_gather, axis=layer.axis)
-            return _Operation("a gathered input", again, [promise], [False]).result(tensor)
+            return _Operation("a gathered input", again, [placeholder], [False]).result(tensor)
 
         with saved_tensors_hooks(pack, unpack):
             return layer(x)
@@ -272,4 +272,4 @@ class Selective(Recompute):
 
     def _pack(self, tensor: Tensor) -> Packed:
         operation = self._made(tensor)
-        return _Kept(tensor) if operation is None else operation.result(tensor)
+        return _SavedTensor(tensor) if operation is None else operation.result(tensor)

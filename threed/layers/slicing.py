@@ -1,4 +1,4 @@
-"""What every layer is told: how tensors are sliced, and which micro-batch is running."""
+"""The arguments of every layer: how tensors are sliced, and which micro-batch is running."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Slicing:
         return self.sequence and self.tp.size > 1
 
     def sequence_range(self, length: int) -> tuple[int, int]:
-        """The positions of a sequence of `length` that this rank's activations between blocks hold."""
+        """Returns the positions of a sequence of `length` in this rank's activations between blocks: [first, last)."""
         if not self.sequence_parallel:
             return 0, length
         if length % self.tp.size:
@@ -52,7 +52,7 @@ class Slicing:
         return self.sequence_parallel
 
     def rows(self, length: int) -> tuple[int, int]:
-        """The former name of `sequence_range`."""
+        """Returns the former name of `sequence_range`."""
         warnings.warn("Slicing.rows is called sequence_range now", DeprecationWarning, stacklevel=2)
         return self.sequence_range(length)
 
@@ -63,36 +63,36 @@ class Slicing:
 
     @property
     def partial(self) -> str | None:
-        """The axis that such a parameter's gradient is partial over: each rank saw its part of the sequence only."""
+        """The axis over which such a parameter's gradient is partial: each rank has a part of the sequence only."""
         return "tp" if self.sequence_parallel else None
 
     def heads(self, count: int) -> tuple[int, int]:
-        """Which of `count` heads this rank holds: [first, last). Of fewer heads than ranks neighbours share one."""
+        """Returns the heads of `count` that this rank holds: [first, last). With too few heads, ranks share one."""
         first = count * self.tp.index // self.tp.size
         return first, max(first + 1, count * (self.tp.index + 1) // self.tp.size)
 
     def shared(self, *pieces: Piece, partial: bool | None = None, decay: bool = False) -> ShardSpec:
-        """The record of a parameter that every tensor rank holds whole.
+        """Returns the record of a parameter that every tensor rank holds whole.
 
-        partial: whether the gradient that a rank computes is a part, to be summed over tensor ranks, or already all of
-        it, the same on every rank.
-          None   what is between blocks: a part when sequences are cut, for each rank saw its positions only; else all
-          True   a part always: each rank saw its own heads or features, or what follows is cut by them without an f
-                 (`gather`) in between
-          False  all of it always: every rank saw whole sequences, and the gradient of what it gave is whole too
+        partial: whether the gradient that a rank computes is partial, to be summed over tensor ranks, or already
+        complete, the same on every rank.
+          None   between blocks: partial if sequences are cut, since each rank has its positions only; else complete
+          True   always partial: each rank has its own heads or features, or the next layer is cut by them without an
+                 f (`gather`) in between
+          False  always complete: every rank has whole sequences, and the gradient of its output is complete too
         """
         axis = self.partial if partial is None else self.replicated if partial else None
         return ShardSpec(pieces, self.replicated, axis, decay)
 
     def gather(self, x: Tensor) -> Tensor:
-        """f, before what is cut over tensor ranks: [s b h] (or [s/t b h] when sequences are cut) -> [s b h].
+        """Applies f, before layers cut over tensor ranks: [s b h] (or [s/t b h] when sequences are cut) -> [s b h].
 
-        Every rank gets all of x; the gradient is the sum of what the ranks give back.
+        Every rank gets all of x; the gradient is the sum of the ranks' gradients.
         """
         return (collectives.gather_from if self.sequence_parallel else collectives.copy_to)(x, self.tp)
 
     def reduce(self, x: Tensor) -> Tensor:
-        """g, after what is cut over tensor ranks: the sum of every rank's [s b h] (this rank's [s/t b h] of it)."""
+        """Applies g, after layers cut over tensor ranks: sums the ranks' [s b h] (returns its [s/t b h] of the sum)."""
         return (collectives.scatter_to if self.sequence_parallel else collectives.reduce_from)(x, self.tp)
 
 
@@ -116,7 +116,7 @@ class MicroBatch:
 
 
 class Flag:
-    """Something that can be wrong with the data: found where the data are, told when the step's metrics are read.
+    """An error in the data, detected on the device and reported when the step's metrics are read.
 
     A layer keeps its flags in a tuple `data_flags`.
     """
@@ -126,20 +126,20 @@ class Flag:
         self._found: Tensor | None = None
 
     def note(self, wrong: Tensor) -> None:
-        """Remembers whether any of `wrong` (bool) is true."""
+        """Records whether any of `wrong` (bool) is true."""
         found = wrong.any()
         self._found = found if self._found is None else self._found | found
 
     def take(self, device: torch.device) -> Tensor:
-        """1.0 if something was wrong since the last time, else 0.0 (fp64 scalar)."""
+        """Returns 1.0 if there was an error since the last call, else 0.0 (fp64 scalar)."""
         found, self._found = self._found, None
         return torch.zeros((), dtype=torch.float64, device=device) if found is None else found.double()
 
 
 class GradSink(Protocol):
-    """Where a parameter's gradient goes, contribution by contribution, as it is made.
+    """Collects a parameter's gradient, contribution by contribution.
 
-    A layer that can write its gradient in place asks `weight.sink`; without one it returns the gradient to autograd.
+    A layer that can write its gradient in place uses `weight.sink`; without one it returns the gradient to autograd.
     """
 
     def add(self, grad: Tensor) -> None:
@@ -153,33 +153,33 @@ class GradSink(Protocol):
 
 
 def sink_of(weight: Tensor) -> GradSink | None:
-    """The sink of a parameter, if it has one."""
+    """Returns the sink of a parameter, if it has one."""
     return getattr(weight, "sink", None)
 
 
 class TileGatherer(Protocol):
-    """Makes a tile's weight whole while it is used; in between its storage may be empty, and must not be read.
+    """Gathers a tile's weight while it is used; at other times its memory may be freed, and must not be read.
 
-    A layer asks `weight.tile_gatherer`; a weight without one is always whole.
+    A layer uses `weight.tile_gatherer`; a weight without one is always whole.
     """
 
     def open(self) -> None:
-        """Waits until the weight is whole; begins to make it so if `ahead` has not."""
+        """Waits until the weight is whole; begins to gather it if `ahead` has not."""
 
     def ahead(self) -> None:
-        """Begins to make the weight whole, for the next `open`."""
+        """Begins to gather the weight, for the next `open`."""
 
     def close(self) -> None:
-        """The weight is not needed any more, for now."""
+        """Frees the weight until the next `open`."""
 
 
 def tile_gatherer_of(weight: Tensor) -> TileGatherer | None:
-    """The gate of a parameter, if it has one."""
+    """Returns the tile gatherer of a parameter, if it has one."""
     return getattr(weight, "tile_gatherer", None)
 
 
 def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """dy^T x [out in] for y = x weight^T: into the parameter's sink (and None), else as a tensor for autograd."""
+    """Computes dy^T x [out in] for y = x weight^T: adds it to the parameter's sink, else returns it for autograd."""
     if not weight.requires_grad:
         return None
     a, b = dy.flatten(0, -2).t(), x.flatten(0, -2)

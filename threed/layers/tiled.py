@@ -1,15 +1,15 @@
-"""Linear layers in tiles: giant weights that are whole one tile at a time (memory-centric tiling, ZeRO-Infinity, arXiv
+"""Tiled linear layers: large weights that are gathered one tile at a time (memory-centric tiling, ZeRO-Infinity, arXiv
 2104.07857, section 5.1.3).
 
     weight [out in]  ->  tiles [out_i in], rows cut;   y[..., out_i] = x tile_i^T;   dx = sum of dy[..., out_i] tile_i
 
-`zero.tile` cuts the linear layers of a model's blocks so; one `ReplicatedLinear` can have tiles of its own. A tile is a
-parameter of its own: gathered, reduced, updated and swapped by itself. Its record names the same global tensor, so
-initial values, checkpoints and exports know nothing of tiles. While a tile runs the next one is on its way
-(`TileGatherer`); never are there more than the two. Without gatherers the tiles simply lie there.
+`zero.tile` sets the number of tiles for the linear layers of a model's blocks; a single `ReplicatedLinear` can have its
+own. A tile is a parameter of its own: gathered, reduced, updated and offloaded by itself. Its record names the same
+global tensor, so initial values, checkpoints and exports do not depend on tiles. While one tile is used the next is
+being gathered (`TileGatherer`); never more than two are in memory. Without gatherers all tiles stay in memory.
 
-Outputs are what the whole layer gives, but for the order in which a matrix library adds up a product of another shape;
-the input's gradient is a sum over tiles.
+Outputs equal those of the whole layer, up to the order of summation in matrix products of another shape; the input's
+gradient is a sum over tiles.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from threed.ops import matmul
 from threed.sharding import Piece, ShardSpec, parameter
 from threed.topology import Axis, alone
 
-GRANULE = 64  # rows: tiles are cut at multiples where they have so many, so that matrix kernels meet no ragged edges
+GRANULE = 64  # rows: larger tiles are cut at multiples of it, which matrix kernels prefer
 LOCAL = alone()
 
 Span = tuple[int, int]
 
 
 def spans(rows: int, tiles: int) -> list[Span]:
-    """Where tiles of so many rows begin and end; fewer tiles than asked for where there are fewer rows."""
+    """Returns the first and last row of each tile of a matrix; fewer tiles than requested if it has fewer rows."""
     tiles = max(1, min(tiles, rows))
     unit = GRANULE if rows >= GRANULE * tiles else 1
     cuts = [min(rows, unit * split(-(-rows // unit), tiles, i)[0]) for i in range(tiles)]
@@ -44,7 +44,7 @@ def spans(rows: int, tiles: int) -> list[Span]:
 
 
 def cut_rows(pieces: Sequence[Piece], first: int, last: int) -> tuple[Piece, ...]:
-    """Rows [first, last) of matrices that lie one below the other."""
+    """Returns the pieces of rows [first, last) of matrices that are stacked."""
     found, at = [], 0
     for piece in pieces:
         rows, columns = piece.size
@@ -57,7 +57,7 @@ def cut_rows(pieces: Sequence[Piece], first: int, last: int) -> tuple[Piece, ...
 
 
 def add_weight(module: nn.Module, spec: ShardSpec, shape: Span, tiles: int) -> None:
-    """Returns a module its `weight` [rows in], or the tiles of it: `weight_0`, `weight_1` ..."""
+    """Registers a module's `weight` [rows in], or its tiles: `weight_0`, `weight_1` ..."""
     cuts = spans(shape[0], tiles)
     if len(cuts) == 1:
         module.register_parameter("weight", parameter(spec, shape))
@@ -68,15 +68,15 @@ def add_weight(module: nn.Module, spec: ShardSpec, shape: Span, tiles: int) -> N
 
 
 def tiles_of(module: nn.Module) -> tuple[Tensor, ...]:
-    """The tiles of a module's weight in order, or the one weight."""
+    """Returns the tiles of a module's weight in order, or the one weight."""
     return tuple(_held(module, name) for name in list(module._parameters) if name.startswith("weight"))
 
 
 def _held(module: nn.Module, name: str) -> Tensor:
-    """A parameter of a module, even while its gate is closed.
+    """Returns a parameter of a module, even while it is not gathered.
 
-    Of what is away a stage's table of parameters shows a stand-in on the meta device to whoever asks. The layer needs
-    the tile itself, to open it: it reads below the table.
+    `threed.zero.table` replaces a sliced parameter by a stand-in on the meta device. The layer needs the tile itself,
+    to gather it: it reads the underlying dict.
     """
     shown, held = module._parameters[name], dict.__getitem__(module._parameters, name)
     found = shown if held is None or tile_gatherer_of(held) is None else held
@@ -86,35 +86,35 @@ def _held(module: nn.Module, name: str) -> Tensor:
 
 @contextmanager
 def whole(weight: Tensor, following: Tensor | None = None) -> Iterator[None]:
-    """A tile is whole in here, and `following` is on its way."""
-    gate, ahead = tile_gatherer_of(weight), None if following is None else tile_gatherer_of(following)
-    if gate is not None:
-        gate.open()
-    if ahead is not None:
-        ahead.ahead()
+    """Keeps a tile whole in the block, and begins to gather `following`."""
+    gatherer, following_gatherer = tile_gatherer_of(weight), None if following is None else tile_gatherer_of(following)
+    if gatherer is not None:
+        gatherer.open()
+    if following_gatherer is not None:
+        following_gatherer.ahead()
     try:
         yield
     finally:
-        if gate is not None:
-            gate.close()
+        if gatherer is not None:
+            gatherer.close()
 
 
 def _walk(weights: Sequence[Tensor], order: Sequence[int]) -> Iterator[tuple[int, AbstractContextManager[None]]]:
-    """The numbers of tiles in `order`, and what makes each whole."""
+    """Yields the numbers of tiles in `order`, each with the context in which it is whole."""
     for i, following in zip(order, [*(weights[n] for n in order[1:]), None], strict=True):
         yield i, whole(weights[i], following)
 
 
 class _Tiled(torch.autograd.Function):
-    """y = f(x) w^T + b tile by tile, where f belongs to `axis` (one rank: nothing) and gathers when `gather`."""
+    """y = f(x) w^T + b tile by tile; f gathers x over `axis` if `gather`, and its gradient is summed over the axis."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, axis: Axis, gather: bool, *weights: Tensor) -> Tensor:
         if gather:
             x = collectives.all_gather(x, axis)
-        # A tile that is away is none of the business of those who save or move what autograd saves: they would read it.
-        gated = any(tile_gatherer_of(weight) is not None for weight in weights)
-        ctx.save_for_backward(x, *(() if gated else weights))
+        # Autograd does not save gathered tiles: hooks that offload saved tensors would read freed memory.
+        gathered = any(tile_gatherer_of(weight) is not None for weight in weights)
+        ctx.save_for_backward(x, *(() if gathered else weights))
         ctx.weights, ctx.axis, ctx.gather = weights, axis, gather
         cuts = _cuts(weights)
         y = x.new_empty(*x.shape[:-1], cuts[-1][1])
@@ -130,12 +130,12 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *saved = ctx.saved_tensors
-        weights = ctx.weights  # the parameters themselves: what was saved may come back as other tensors
+        weights = ctx.weights  # the parameters themselves: hooks may return other tensors for saved ones
         cuts, flat_dy = _cuts(weights), dy.flatten(0, -2)
         need_dx, need_db = ctx.needs_input_grad[:2]
         grads: list[Tensor | None] = [None] * len(weights)
-        # Last tile first: the order in which buckets lie. A tile's gradient is made while the next tile is on its way;
-        # but where the input's gradient is summed over ranks, that sum leaves first and travels meanwhile.
+        # Last tile first: the order of buckets. A tile's gradient is computed while the next tile is being gathered;
+        # but if the input's gradient is summed over ranks, that sum begins first and overlaps with the others.
         order, pending = range(len(weights))[::-1], None
         early = need_dx and ctx.axis.size == 1
         if need_dx:
@@ -155,12 +155,12 @@ class _Tiled(torch.autograd.Function):
 
 
 def _columns(matrix: Tensor, span: Span) -> Tensor:
-    """Columns of a matrix, end to end: oneDNN takes up to a thousand times as long for a window of a transposed one."""
+    """Returns columns of a matrix, contiguous: oneDNN is up to a thousand times slower on a transposed window."""
     return matrix[:, slice(*span)].contiguous()
 
 
 def _cuts(weights: Sequence[Tensor]) -> list[Span]:
-    """The columns of the output that each tile makes."""
+    """Returns the columns of the output that each tile computes."""
     cuts, at = [], 0
     for weight in weights:
         cuts.append((at, at + len(weight)))
@@ -169,12 +169,12 @@ def _cuts(weights: Sequence[Tensor]) -> list[Span]:
 
 
 def _sum_dtype(x: Tensor, tiles: int) -> torch.dtype:
-    """Narrow numbers are added up in fp32 and rounded once; a sum of two is rounded once anyway."""
+    """Returns fp32 for sums of more than two 16-bit terms, to round once; a sum of two is rounded once anyway."""
     return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) and tiles > 2 else x.dtype
 
 
 def _add(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-    """total += a b, or total = a b when `fresh`."""
+    """Computes total += a b, or total = a b if `fresh`."""
     if total.dtype == a.dtype:
         matmul.add_product_(total, a, b, fresh=fresh)
     else:
@@ -185,6 +185,6 @@ def _add(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
 def tiled_linear(
     x: Tensor, weights: Sequence[Tensor], bias: Tensor | None = None, axis: Axis = LOCAL, gather: bool = False
 ) -> Tensor:
-    """x [... in] -> [... out], with this layer's f on `axis`; weights: tiles [out_i in] of one matrix [out in]."""
+    """Returns x W^T + b: x [... in] -> [... out]; weights: tiles [out_i in] of W; `axis`, `gather`: see `_Tiled`."""
     out: Tensor = _Tiled.apply(x, bias, axis, gather, *weights)
     return out

@@ -1,12 +1,12 @@
-"""Slots of equal size in one contiguous buffer: what comes and goes all the time does not break up memory around it.
+"""Slots of equal size in one contiguous buffer, so that frequent allocations do not fragment memory.
 
     arena = Arena(count=24, device=device)
-    slot = arena.take(numel, dtype)         # [numel], undefined; the first one sizes the slots and makes the buffer
+    slot = arena.take(numel, dtype)         # [numel], undefined; the first call allocates the buffer
     arena.give(slot)
 
-(ZeRO, arXiv 1910.02054, section 6.3: memory defragmentation, M_D.) Where more or larger slots are asked for than there
-are, a larger buffer takes the place of the old one, whose slots vanish as they are given back: so a run that keeps to
-what was said allocates once, and one that does not is not ended for it.
+(ZeRO, arXiv 1910.02054, section 6.3: memory defragmentation, M_D.) If more or larger slots are needed than there are, a
+larger buffer replaces the old one, which is freed when its slots are given back: a run within the announced size
+allocates once, and one beyond it goes on.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Arena:
 
     @property
     def data_ptr(self) -> int:
-        """Where the buffer begins; 0 before the first slot was asked for."""
+        """The address of the buffer; 0 before the first slot was taken."""
         return self._buffer.data_ptr()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A slot [numel], with whatever its last user left."""
+        """Returns a slot [numel]; its values are undefined."""
         nbytes = numel * dtype.itemsize
         if nbytes > self.nbytes:
             self._allocate(self.count, -(-nbytes // ALIGN) * ALIGN)
@@ -45,7 +45,7 @@ class Arena:
         return self._buffer[first : first + nbytes].view(dtype)
 
     def give(self, slot: Tensor) -> None:
-        """Takes a slot back; one of a buffer that was replaced is simply forgotten."""
+        """Takes a slot back; ignores one of a buffer that was replaced."""
         at = slot.data_ptr() - self._buffer.data_ptr()
         if 0 <= at < self._buffer.numel():
             self._free.append(at // self.nbytes)

@@ -1,4 +1,4 @@
-"""Tensors to a drive and back, asynchronously: one unlinked, preallocated file a process, by direct I/O.
+"""Asynchronous reads and writes of tensors on a drive: one unlinked, preallocated file a process, by direct I/O.
 
     disk = Disk("/nvme/swap", "optimizer")
     offset = disk.reserve(values.nbytes)          # space on the drive, or an error now rather than in the middle
@@ -6,7 +6,7 @@
     disk.read(offset, into=values).wait()         # SwapError unless every byte arrived
     disk.close()
 
-A transfer of any length, from any memory, is cut into pieces that are under way at once: by io_uring where the kernel
+A transfer of any length, from any memory, is cut into pieces that run concurrently: by io_uring where the kernel
 allows it, else by a few threads; in C++ where the library is built, else in Python. Memory that starts on a page
 (`threed.memory.pool`) goes straight to the drive; other memory, and the bytes beyond the last multiple of 4096, through
 an aligned copy. Transfers have no order among themselves: wait for a write before reading or writing the same place.
@@ -29,11 +29,11 @@ from torch import Tensor
 
 from threed import native
 
-BLOCK = 4096  # what direct I/O aligns memory, lengths and offsets to
+BLOCK = 4096  # the alignment of memory, lengths and offsets in direct I/O
 PIECE = 8 * 2**20  # bytes in one request to the kernel
 WORKERS = 4  # threads that move pieces
 DEPTH = 16  # pieces in io_uring at once
-SHORT = -5000  # the result of a read that met the end of the file; below every -errno
+SHORT = -5000  # the result of a read past the end of the file; below every -errno
 BACKENDS = ("auto", "io_uring", "threads", "python")
 
 _FIXES = {
@@ -51,7 +51,7 @@ class SwapError(OSError):
 
 
 class Backend(Protocol):
-    """What moves bytes: an id for each transfer, and for each id, once, how many bytes moved or -errno or SHORT."""
+    """Moves bytes: `submit` returns a transfer's id; `wait`, once for each id, the bytes moved, -errno or SHORT."""
 
     name: str
 
@@ -62,7 +62,7 @@ class Backend(Protocol):
 
 
 class Transfer:
-    """A read or a write under way; its tensor lives, and must not be touched, until it is done."""
+    """A read or a write in flight; it keeps its tensor alive, which must not be touched until it is done."""
 
     def __init__(self, disk: Disk, write: bool, offset: int, tensor: Tensor, number: int) -> None:
         self._disk, self._write, self._offset, self._nbytes = disk, write, offset, tensor.nbytes
@@ -71,9 +71,9 @@ class Transfer:
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """Whether wait() would return, or raise, at once."""
-        self._disk._check_process("asking after a transfer")
-        if not self._lock.acquire(blocking=False):  # someone is waiting for it
+        """Returns whether wait() would return, or raise, at once."""
+        self._disk._check_process("testing a transfer")
+        if not self._lock.acquire(blocking=False):  # another thread is waiting for it
             return False
         try:
             return self._result is not None or self._disk._engine.done(self._number)
@@ -81,7 +81,7 @@ class Transfer:
             self._lock.release()
 
     def wait(self) -> None:
-        """Returns when every byte has moved; SwapError, each time it is called, when one did not."""
+        """Waits until every byte has moved; raises SwapError, at every call, if that failed."""
         self._disk._check_process("waiting for a transfer")
         result = self._finish()
         self._disk._under_way.pop(self._number, None)
@@ -100,11 +100,11 @@ class Disk:
     """One file in `folder` for the tensors of this process; space in it is reserved region by region.
 
     The file has no name once it is open: its space returns to the drive when the process ends, however it ends.
-    `backend`: auto, or one of io_uring, threads (C++, else Python) and python; `disk.backend` says which it became, and
-    `disk.direct` whether transfers pass by the page cache. Threads may share a Disk, a forked child not its parent's.
+    `backend`: auto, or one of io_uring, threads (C++, else Python) and python; `disk.backend` is the one chosen, and
+    `disk.direct` tells if transfers bypass the page cache. Threads may share a Disk, a forked child not its parent's.
 
     Raises:
-        SwapError: the folder cannot be made or written; io_uring is asked for and the kernel refuses it.
+        SwapError: the folder cannot be made or written; io_uring is requested and the kernel refuses it.
     """
 
     _fd = -1  # until it is open, and after it is closed
@@ -131,7 +131,7 @@ class Disk:
         self.backend = self._engine.name
 
     def reserve(self, nbytes: int) -> int:
-        """The offset of a new region of `nbytes`, rounded up to blocks, that the drive has set aside.
+        """Reserves a region of `nbytes`, rounded up to blocks, and returns its offset.
 
         Raises:
             SwapError: the drive is full.
@@ -152,7 +152,7 @@ class Disk:
             return offset
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Returns a region back: the next reserve() of the same size returns it."""
+        """Releases a region: the next reserve() of the same size returns it."""
         with self._lock:
             self._free.setdefault(_whole_blocks(nbytes), []).append(offset)
 
@@ -187,14 +187,14 @@ class Disk:
         return transfer
 
     def _forget_finished(self) -> None:
-        """Lets go of transfers nobody holds any more; those that failed stay, for close() to report."""
+        """Drops finished transfers; those that failed stay, for close() to report."""
         for number, transfer in list(self._under_way.items()):
             if transfer.done() and transfer._finish() == transfer._nbytes:
                 self._under_way.pop(number, None)
 
     def close(self) -> None:
-        """Waits for what is under way and gives the file's space back; SwapError if a transfer failed unnoticed."""
-        if os.getpid() != self._process:  # a forked child has the file, but neither the threads nor their work
+        """Waits for transfers in flight and frees the file's space; SwapError if a transfer failed unnoticed."""
+        if os.getpid() != self._process:  # a forked child has the file, but not the threads
             if self._fd >= 0:
                 os.close(self._fd)
             self._fd = -1
@@ -210,7 +210,7 @@ class Disk:
         for transfer in list(self._under_way.values()):
             transfer.wait()
 
-    def __del__(self) -> None:  # before its transfers' tensors go: the engine may still write into them
+    def __del__(self) -> None:  # before its transfers' tensors are freed: the engine may still write into them
         if self._fd >= 0:
             self.close()
 
@@ -240,7 +240,7 @@ def _rank() -> str:
 
 
 def _open(path: str) -> tuple[int, bool]:
-    """A new file that only this process can reach, and whether it takes direct I/O, found out by writing a block."""
+    """Opens a new file that only this process can reach; returns whether it takes direct I/O, by writing a block."""
     for direct in (getattr(os, "O_DIRECT", 0), 0):
         fd = -1
         try:
@@ -253,7 +253,7 @@ def _open(path: str) -> tuple[int, bool]:
             if fd >= 0:
                 os.close(fd)
             with contextlib.suppress(OSError):
-                os.unlink(path)  # an open that refuses direct I/O has made the file all the same
+                os.unlink(path)  # an open that refuses direct I/O has created the file
             if not direct or error.errno != errno.EINVAL:
                 raise
     raise AssertionError("unreachable")
@@ -271,7 +271,7 @@ def _free_bytes(fd: int) -> int:
 
 
 def _allocate(fd: int, offset: int, nbytes: int) -> None:
-    """Sets this space aside; asks first whether it is there, so as not to fill the drive up to the last byte trying."""
+    """Allocates space; checks first that it is free, so that a failed attempt does not fill the drive."""
     if _free_bytes(fd) < nbytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     try:
@@ -283,7 +283,7 @@ def _allocate(fd: int, offset: int, nbytes: int) -> None:
 
 
 def _engine(backend: str, fd: int, direct: bool) -> Backend:
-    """The engine asked for, or the best that runs here."""
+    """Returns the requested engine, or the best that runs here."""
     library = None if backend == "python" else native.library("cpu")
     if library is None and backend == "io_uring":
         raise OSError(errno.ENOSYS, "the native library is not built (see threed.native.status)")
@@ -296,7 +296,7 @@ class Native:
     def __init__(self, backend: str, fd: int, direct: bool) -> None:
         types = {"open": "PiiiiqP", "has_ring": "iP", "submit": "qPiiPqqq", "wait": "qPq", "done": "iPq", "close": "vP"}
         self._call = {name: native.function(f"threed_io_{name}", letters) for name, letters in types.items()}
-        # Buffered reads are copies, which one ring would do one after another: there threads are faster.
+        # Buffered reads are copies, which one ring would run one after another: threads are faster for them.
         kind, error = {"auto": 0 if direct else 2, "io_uring": 1, "threads": 2}[backend], ctypes.c_int(0)
         self._engine = self._call["open"](kind, fd, WORKERS, DEPTH, PIECE, ctypes.byref(error))
         if not self._engine:
@@ -318,7 +318,7 @@ class Native:
 
 
 class PythonThreads:
-    """The engine without the library: threads that move pieces; reading and writing release the interpreter's lock."""
+    """The engine without the library: threads that move pieces; reads and writes release the interpreter's lock."""
 
     name = "python"
 
@@ -351,7 +351,7 @@ class PythonThreads:
 
 
 def _move(write: bool, fd: int, address: int, nbytes: int, offset: int, block: int) -> int:
-    """One piece between memory and file, by an aligned copy where direct I/O needs one; `nbytes`, -errno or SHORT."""
+    """Moves one piece, through an aligned copy if direct I/O needs one; returns `nbytes`, -errno or SHORT."""
     whole = -(-nbytes // block) * block
     memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
     copied = address % block or whole != nbytes
@@ -365,7 +365,7 @@ def _move(write: bool, fd: int, address: int, nbytes: int, offset: int, block: i
 
 
 def _transfer(write: bool, fd: int, memory: memoryview, offset: int, block: int) -> int:
-    """All of `memory`, however many calls it takes: a call may move less than it was asked for."""
+    """Moves all of `memory`, in as many calls as it takes: one call may move less than requested."""
     call, moved = os.pwritev if write else os.preadv, 0
     while moved < len(memory):
         try:

@@ -1,13 +1,13 @@
-"""Where a slice of the training state lives, and how it comes and goes: in memory, or in a file on an NVMe drive.
+"""Storage of slices of the training state, in memory or in a file on an NVMe drive, and staged access to them.
 
-    storage = tier(numel, dtype)    a place for so many numbers, zeros at first; a tier is any such function
+    storage = tier(numel, dtype)    allocates space for `numel` values, zeros at first; a tier is any such function
     staged = storage.fetch()        begins to read the values into a buffer
-    values = staged.wait()          [numel], to work on in place
-    staged.store()                  begins to write them back as they are now;   staged.drop() forgets what was changed
+    values = staged.wait()          [numel], to be changed in place
+    staged.store()                  begins to write them back;   staged.drop() releases the buffer unwritten
 
-In memory all of that is free: the buffer is the tensor itself. On a drive values pass through constant-size,
-page-aligned buffers, read ahead and written behind: so algorithms are written once, as if everything were on a drive,
-and memory does not grow with what the drive holds (ZeRO-Infinity, arXiv 2104.07857, section 6).
+In memory none of this costs anything: the buffer is the tensor itself. On a drive values pass through constant-size,
+page-aligned buffers, read ahead and written behind: algorithms are written once, as if everything were on a drive, and
+memory does not grow with what is stored on it (ZeRO-Infinity, arXiv 2104.07857, section 6).
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from threed.memory.pool import Pool
 
 
 class StagedBuffer(Protocol):
-    """A copy of a storage's values to work on. `values` [numel] is its tensor, which `wait` says to be filled."""
+    """A buffer with a storage's values. `values` [numel] is its tensor; it is filled once `wait` has returned."""
 
     @property
     def values(self) -> Tensor: ...
 
     def wait(self) -> Tensor:
-        """The values [numel]; SwapError when they could not be read."""
+        """Waits for the values [numel] and returns them; SwapError when they could not be read."""
 
     def store(self) -> None:
-        """Begins to put the values back. The tensor that `wait` gave may not be touched any more."""
+        """Begins to write the values back. The tensor that `wait` returned may not be used any more."""
 
     def drop(self) -> None:
-        """Gives the buffer back; the storage stays as it was."""
+        """Releases the buffer; the storage stays as it was."""
 
 
 class Storage(Protocol):
-    """A place for values of one length and dtype."""
+    """Holds values of one length and dtype."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
     @property
     def device(self) -> torch.device:
-        """Where a staged buffer's values are."""
+        """The device of a staged buffer's values."""
 
     def fetch(self) -> StagedBuffer:
-        """Begins to bring the values."""
+        """Begins to read the values into a staged buffer."""
 
     def empty(self) -> StagedBuffer:
-        """A staged buffer to be written in full: its values are undefined."""
+        """Returns a staged buffer to be written in full: its values are undefined."""
 
 
 Tier = Callable[[int, torch.dtype], Storage]
@@ -65,7 +65,7 @@ Tier = Callable[[int, torch.dtype], Storage]
 
 @dataclass(eq=False)
 class InMemory:
-    """A tensor that is always there: its own storage, and its own staged buffer."""
+    """A tensor in memory: it is both the storage and its staged buffer."""
 
     tensor: Tensor
 
@@ -91,14 +91,14 @@ class InMemory:
         return self.tensor
 
     def store(self) -> None:
-        """Nothing: the values are in the storage."""
+        """Does nothing: the values are in the storage."""
 
     def drop(self) -> None:
-        """Nothing to give back."""
+        """Does nothing."""
 
 
 def memory_tier(device: torch.device) -> Tier:
-    """Storages in the memory of a device; host memory beside a GPU is page-locked, so that copies run by themselves."""
+    """Returns the tier of a device's memory; host memory for a GPU is page-locked, so that copies are asynchronous."""
     pinned = device.type == "cpu" and gpu.count() > 0
 
     def storage(numel: int, dtype: torch.dtype) -> InMemory:
@@ -108,9 +108,9 @@ def memory_tier(device: torch.device) -> Tier:
 
 
 def start_copy(values: Tensor, device: torch.device) -> Pending:
-    """Begins to copy values to a device; where they are there already, that is it.
+    """Begins to copy values to a device; returns the values themselves if they are on it.
 
-    From a GPU to the host it goes on a stream of its own, beside what the GPU computes, into page-locked memory.
+    A copy from a GPU to the host runs on a stream of its own, into page-locked memory.
     """
     if values.device == device:
         return done(values)
@@ -130,15 +130,15 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
 
 
 class Drive:
-    """Storages in a swap file, and `count` buffers of `nbytes` for staged values. Call it for a storage, as a tier.
+    """The tier of a swap file: storages in it, and `count` buffers of `nbytes` for staged values.
 
-    Size and number may be set until the first buffer is lent. idle: how many of them nobody needs between updates.
+    Size and number may be set until the first buffer is taken. idle: buffers that are not needed between updates.
     """
 
     def __init__(self, disk: Disk, nbytes: int = 0, count: int = 1) -> None:
         self.disk, self.nbytes, self.count, self.idle = disk, nbytes, count, 0
         self.device = torch.device("cpu")  # of the buffers
-        self.make_room: Callable[[], None] = lambda: None  # asked to give buffers back when all are in use
+        self.make_room: Callable[[], None] = lambda: None  # called when all buffers are in use, to release some
         self._pool: Pool | None = None
         self._writing: deque[tuple[Transfer, Tensor]] = deque()
 
@@ -146,23 +146,23 @@ class Drive:
         return OnDrive(self, numel, dtype)
 
     @property
-    def lent(self) -> int:
-        """Buffers in use, also by what is being written."""
-        return 0 if self._pool is None else self._pool.lent
+    def in_use(self) -> int:
+        """The number of buffers in use, also by writes in flight."""
+        return 0 if self._pool is None else self._pool.in_use
 
     def settle(self) -> None:
-        """Waits until everything is written; SwapError if something could not be."""
+        """Waits for all writes; SwapError if one failed."""
         while self._writing:
             self._reap(wait=True)
 
     def take(self) -> Tensor:
-        """A buffer; waits for the oldest write if all are in use."""
+        """Returns a buffer; waits for the oldest write if all are in use."""
         if self._pool is None:
             self._pool = Pool(self.nbytes, self.count)
         self._reap(wait=False)
-        while self.lent == self.count and self._writing:
+        while self.in_use == self.count and self._writing:
             self._reap(wait=True)
-        if self.lent == self.count:
+        if self.in_use == self.count:
             self.make_room()
         return self._pool.take()
 
@@ -172,11 +172,11 @@ class Drive:
         self._pool.give(buffer)
 
     def give_after(self, transfer: Transfer, buffer: Tensor) -> None:
-        """Takes a buffer back when it is written."""
+        """Takes a buffer back when its write is done."""
         self._writing.append((transfer, buffer))
 
     def _reap(self, wait: bool) -> None:
-        """Frees the buffers of writes that are done, or waits for the oldest one."""
+        """Takes back the buffers of finished writes; with `wait`, first waits for the oldest one."""
         while self._writing and (wait or self._writing[0][0].done()):
             transfer, buffer = self._writing.popleft()
             self.give(buffer)
@@ -185,7 +185,7 @@ class Drive:
 
 
 class DriveOnPaper(Drive):
-    """A drive that holds nothing: what would be there can be counted; all staged buffers are one tensor."""
+    """A drive without a file, to count what would be stored: all staged buffers are one tensor."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(cast(Disk, self))
@@ -193,7 +193,7 @@ class DriveOnPaper(Drive):
         self._buffer: Tensor | None = None
 
     def reserve(self, nbytes: int) -> int:
-        """A region at the beginning."""
+        """Returns offset 0 for every region."""
         return 0
 
     def take(self) -> Tensor:
@@ -202,34 +202,34 @@ class DriveOnPaper(Drive):
         return self._buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Nothing to take back."""
+        """Does nothing."""
 
     def give_after(self, transfer: Transfer, buffer: Tensor) -> None:
-        """Nothing to take back."""
+        """Does nothing."""
 
     def read(self, offset: int, into: Tensor) -> Transfer | None:
-        """No transfer."""
+        """Returns None: nothing is transferred."""
         return None
 
     write = read
 
 
 class OnDrive:
-    """A storage in a swap file: a region of its own."""
+    """A storage in a swap file, in a region of its own."""
 
     def __init__(self, drive: Drive, numel: int, dtype: torch.dtype) -> None:
         self.drive, self.device = drive, drive.device
         self.hold(numel, dtype)
         self.offset = drive.disk.reserve(self.nbytes)
         self.writing: Transfer | None = None
-        self.buffers = 0  # that are out
+        self.outstanding = 0  # staged buffers in use
 
     def hold(self, numel: int, dtype: torch.dtype) -> None:
-        """Other values from now on, which must fit into the region."""
+        """Changes length and dtype of the values, which must fit into the region."""
         self.dtype, self.nbytes = dtype, numel * dtype.itemsize
 
     def fetch(self) -> _DriveBuffer:
-        if self.writing is not None:  # what is read now must have been written
+        if self.writing is not None:  # a read must see the last write
             self.writing.wait()
             self.writing = None
         buffer = self.drive.take()
@@ -242,11 +242,11 @@ class OnDrive:
 
 
 class _DriveBuffer:
-    """Values of a storage on a drive, in a buffer."""
+    """A staged buffer of a storage on a drive."""
 
     def __init__(self, storage: OnDrive, buffer: Tensor, values: Tensor, reading: Transfer | None) -> None:
         self.storage, self._buffer, self.values, self._reading = storage, buffer, values, reading
-        storage.buffers += 1
+        storage.outstanding += 1
 
     def wait(self) -> Tensor:
         if self._reading is not None:
@@ -256,11 +256,11 @@ class _DriveBuffer:
 
     def store(self) -> None:
         storage = self.storage
-        storage.buffers -= 1
+        storage.outstanding -= 1
         try:
             values = self.wait()
-            if storage.buffers:  # it was read before this is written, and would be used, or stored, as if it were new
-                raise RuntimeError("values were borrowed twice, and the second buffer is older than what is stored now")
+            if storage.outstanding:  # the other buffer was read before this write, and its values are old
+                raise RuntimeError("values were staged twice, and the second buffer is older than what is stored now")
             if storage.writing is not None:  # two writes of one region must not overtake each other
                 storage.writing.wait()
             storage.writing = storage.drive.disk.write(storage.offset, values)
@@ -270,7 +270,7 @@ class _DriveBuffer:
         storage.drive.give_after(storage.writing, self._buffer)
 
     def drop(self) -> None:
-        self.storage.buffers -= 1
+        self.storage.outstanding -= 1
         try:
             self.wait()
         finally:

@@ -159,7 +159,7 @@ class Wrapped(nn.Module):
         return {name: param.detach() for name, param in found}
 
     def _initialised(self, plan: nn.Module, seed: int, name: str) -> nn.Module:
-        """Returns a module on the meta device memory and initial values, the same for a name and seed on every rank."""
+        """Allocates and initialises a module on the meta device, alike on every rank for one name and seed."""
         for module in plan.modules():
             for key, param in module._parameters.items():
                 if param is not None:

@@ -1,14 +1,14 @@
-"""Monitor: everything a run tells its people, behind one object that every rank holds and only rank 0 lets speak.
+"""Monitor: all output of a run to its users, through one object on every rank that writes on rank 0 only.
 
     with Monitor(run_dir, total_steps=200, start_step=0, main=rank == 0, wandb="auto", config=config) as monitor:
         monitor.log(step, {"train/loss": 2.31, "train/lr": 1e-3})      # metrics.jsonl, wandb and the progress line
         monitor.note("checkpoint saved: runs/demo/checkpoints/step-40")
     figures.report(run_dir)
 
-On other ranks the same calls do nothing. Beside it stand, for every rank: `Heartbeat` (who hangs), `Throughput` (perf/
-metrics), `process` (die with the launcher, peak memory) and, for rank 0, `figures` (loss.svg, memory.svg). Values are
-plain Python numbers: this room imports no torch and knows neither engine nor model. Failures to write or to send are
-said once and never stop a run.
+On other ranks the same calls do nothing. The package also has, for every rank: `Heartbeat` (who hangs), `Throughput`
+(perf/ metrics), `process` (die with the launcher, peak memory) and, for rank 0, `figures` (loss.svg, memory.svg).
+Values are plain Python numbers: nothing here imports torch, the engine or the model. A failure to write or to send is
+reported once and never stops a run.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ class Monitor:
         return self._wandb.run_id
 
     def advance(self, step: int) -> None:
-        """Move the progress bar; for the steps between two logged ones."""
+        """Moves the progress bar; for the steps between two logged ones."""
         self._progress.advance(step)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record one step's metrics, with keys such as `train/loss`; values are plain numbers."""
+        """Records one step's metrics, with keys such as `train/loss`; values are plain numbers."""
         self._append({"step": step, **metrics})
         self._wandb.log(step, metrics)
         self._progress.log(step, metrics)
 
     def note(self, text: str) -> None:
-        """Print a line for people, above the bar."""
+        """Prints a line for people, above the bar."""
         self._progress.note(text)
 
     def close(self, failed: bool = False) -> None:
-        """Upload figures, if drawn by now, end the wandb run, close the file and the bar; closing twice is allowed."""
+        """Uploads figures, if drawn by now, end the wandb run, close the file and the bar; closing twice is allowed."""
         self._wandb.close(figures=self._dir / "figures", failed=failed)
         self._progress.close()
         if self._file is not None:

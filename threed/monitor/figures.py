@@ -1,4 +1,4 @@
-"""The run's pictures: loss.svg (loss over steps) and memory.svg (bytes per rank, predicted beside measured).
+"""The figures of a run: loss.svg (loss over steps) and memory.svg (bytes per rank, predicted beside measured).
 
     save_figure_data(run_dir, uniform_entropy=5.55, unigram_entropy=3.26, memory=ranks)     # once, by rank 0
     report(run_dir)                                                                         # draws what it has data for
@@ -49,7 +49,7 @@ def loss_figure(
     unigram_entropy: float | None = None,
     note: Note = print,
 ) -> bool:
-    """Training and validation loss over steps (nats per token), with the entropies to beat as horizontal lines.
+    """Draws training and validation loss over steps (nats per token), with the entropies to beat as horizontal lines.
 
     `rows` are those of metrics.jsonl. Returns whether the picture was drawn: False without matplotlib or without any
     finite loss.
@@ -85,7 +85,7 @@ def _series(rows: Iterable[Row], key: str) -> list[tuple[int, float]]:
 
 
 def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
-    """Horizontal lines, each with its name and value written on it at the right."""
+    """Draws horizontal lines, each with its name and value written on it at the right."""
     for text, value in lines:
         axes.axhline(value, color=_GREY, linewidth=1, linestyle="--")
         at_right = {"xy": (1, value), "xycoords": axes.get_yaxis_transform(), "ha": "right", "color": _GREY}
@@ -93,9 +93,9 @@ def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
 
 
 def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> bool:
-    """Per rank, the predicted bytes stacked by what they hold, beside the most that tensors had in a measured step.
+    """Draws, per rank, the predicted bytes stacked by category, beside the measured peak of live tensors in a step.
 
-    Both are of tensors: Python, torch and the communication libraries are in neither. What is kept elsewhere is named
+    Both are of tensors: Python, torch and the communication libraries are in neither. Offloaded bytes are named
     below the axis. Returns whether the picture was drawn.
     """
     if not ranks:
@@ -144,7 +144,7 @@ def _predicted(rank: Row) -> float:
 
 
 def _span(sizes: Sequence[float]) -> str:
-    """From the smallest to the largest of some bytes."""
+    """Returns the range of some bytes, as text."""
     low, high = min(sizes), max(sizes)
     unit, name = _unit(high)
     text = f"{low / unit:.0f}" if high < 1.02 * low + 1 else f"{low / unit:.0f} to {high / unit:.0f}"
@@ -157,7 +157,7 @@ def _unit(largest: float) -> tuple[float, str]:
 
 
 def _figure(draw: Callable[[Any], None], out: str | Path, size: tuple[float, float], note: Note) -> bool:
-    """RngState on one pair of axes and saves; without pyplot, so no window system and no global state is touched."""
+    """Draws on one pair of axes and saves; without pyplot, so no window system and no global state is touched."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -174,7 +174,7 @@ def _figure(draw: Callable[[Any], None], out: str | Path, size: tuple[float, flo
 
 
 def save_figure_data(run_dir: str | Path, **data: Any) -> Path:
-    """Keeps what figures need beyond metrics.jsonl, in <run_dir>/figures/data.json; names already there are replaced.
+    """Saves what figures need beyond metrics.jsonl to <run_dir>/figures/data.json; replaces names already there.
 
     Names read by `report`: uniform_entropy, unigram_entropy (nats per token), memory (see above). Values must be plain
     JSON.
@@ -187,13 +187,13 @@ def save_figure_data(run_dir: str | Path, **data: Any) -> Path:
 
 
 def load_figure_data(run_dir: str | Path) -> dict[str, Any]:
-    """What save_figure_data kept, or an empty dict."""
+    """Returns what save_figure_data saved, or an empty dict."""
     path = Path(run_dir) / "figures" / "data.json"
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def report(run_dir: str | Path, note: Note = print) -> list[Path]:
-    """RngState the figures of a run folder again from its files; returns the paths of those drawn.
+    """Draws the figures of a run folder again from its files; returns the paths of those drawn.
 
     Raises FileNotFoundError if `run_dir` holds no metrics.jsonl, and ValueError if that file is damaged.
     """

@@ -1,16 +1,16 @@
-"""Heartbeats: one small file per rank that says where the rank is, for the moment when a run hangs.
+"""Heartbeats: one small file per rank with its step and phase, to find the rank that hangs.
 
     heart = Heartbeat("runs/demo/heartbeat", rank)
     heart.beat(step=41, phase="recv_forward")           # a few microseconds: call it at every phase
     culprit("runs/demo/heartbeat", rank, world_size=8)   # 'rank 3 last seen step 41, phase recv_forward, 12.3 s ago'
 
 When one rank stalls, the healthy ranks time out first, and the launcher names one of them as the root cause. These
-files tell who really stopped: a rank whose process is gone, else the one whose last beat has the lowest step, and among
+files show which rank stopped: a rank whose process is gone, else the one whose last beat has the lowest step, and among
 equals the oldest time.
 
-On a failure every rank asks at once. Only rank 0 reads all files. Each other rank reads that of the next rank on its
-machine, whose process nobody elsewhere can look for, and goes on while those it reads of have ended. So every rank that
-died is named by one that lives, rank 0 too, and a world of n ranks reads less than 2 n files, not n each.
+On a failure every rank looks at once. Only rank 0 reads all files. Each other rank reads that of the next rank on its
+machine, whose process only this machine can check, and goes on to the next while the process has ended. So every dead
+rank, rank 0 too, is named by a live one, and n ranks read less than 2 n files together, not n each.
 
 A beat overwrites a record of fixed size in place, with one pwrite on an open file: no rename, no truncation, no fsync.
 A reader can catch it half written (seen on ext4: new first bytes, old last ones), so the record carries a CRC, and the
@@ -45,9 +45,9 @@ class Heartbeat:
         self.beat(0, "start")
 
     def beat(self, step: int, phase: str) -> None:
-        """Say that this rank is in `phase` of `step`; raises ValueError for a phase name too long for the record.
+        """Says that this rank is in `phase` of `step`; raises ValueError for a phase name too long for the record.
 
-        A disk that fails is no reason to stop training: the beat is then lost without a word.
+        A disk that fails is no reason to stop training: the beat is then lost silently.
         """
         place = {"pid": os.getpid(), "host": platform.node()}
         record = {"rank": self._rank, "step": step, "phase": phase, "time": time.time(), **place}
@@ -58,22 +58,22 @@ class Heartbeat:
             os.pwrite(self._fd, line.ljust(RECORD_BYTES - 1) + b"\n", 0)
 
     def close(self) -> None:
-        """Close the file and leave it lying; closing twice is allowed."""
+        """Closes the file and leave it lying; closing twice is allowed."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def read_all(folder: str | Path) -> list[dict[str, Any]]:
-    """The last beat of every rank, in rank order: rank, step, phase, time (seconds since 1970), pid and host."""
+    """Returns the last beat of every rank, by rank: rank, step, phase, time (seconds since 1970), pid and host."""
     beats = [_read(path) for path in Path(folder).glob("rank-*.json")]
     return sorted((beat for beat in beats if beat is not None), key=lambda beat: int(beat["rank"]))
 
 
 def culprit(folder: str | Path, rank: int, world_size: int) -> str:
-    """One line of what this rank knows about who stopped; empty where that is nothing.
+    """Returns one line naming the ranks that this rank found dead; empty if there are none.
 
-    Which ranks share its machine torchrun says, by LOCAL_RANK and LOCAL_WORLD_SIZE; by default all do.
+    Ranks on the same machine follow from torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE; by default all are.
     """
     if rank == 0:
         return slowest(folder, world_size)
@@ -85,7 +85,7 @@ def culprit(folder: str | Path, rank: int, world_size: int) -> str:
 
 
 def slowest(folder: str | Path, world_size: int | None = None, now: float | None = None) -> str:
-    """One line naming the rank that is furthest behind.
+    """Returns one line naming the rank that is furthest behind.
 
     With `world_size`, ranks without a file are named first, and files of higher ranks (left by a larger run) are
     ignored.
@@ -109,8 +109,7 @@ def _describe(beat: dict[str, Any], now: float, gone: bool) -> str:
 
 
 def _is_gone(beat: dict[str, Any]) -> bool:
-    """Whether it is of this machine, and its process no more; one that its parent has not asked after yet is not,
-    either."""
+    """Returns whether a rank's process was on this machine and has ended; a zombie counts as ended."""
     if beat.get("host") != platform.node():
         return False
     try:

@@ -38,7 +38,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_tflops(device_name: str | None, dtype: str = "bf16") -> float | None:
-    """Dense peak of a device in TFLOP/s for `dtype` (bf16 and fp16 share it); None if unknown.
+    """Returns the dense peak of a device in TFLOP/s for `dtype` (bf16 and fp16 share it); None if unknown.
 
     A MIG slice has a share of its GPU's peak that the name does not state: unknown. So is fp32, which may or may not
     use TF32.
@@ -51,7 +51,7 @@ def peak_tflops(device_name: str | None, dtype: str = "bf16") -> float | None:
 def perf(
     tokens: int, seconds: float, flops_per_token: float, world_size: int, peak: float | None = None
 ) -> dict[str, float]:
-    """The perf/ rates of `tokens` over all devices in `seconds`; `peak`: one device's TFLOP/s; mfu: a fraction."""
+    """Returns the perf/ rates of `tokens` over all devices in `seconds`; peak: one device's TFLOP/s."""
     rate = tokens / seconds
     tflops = rate * flops_per_token / world_size / 1e12
     rates = {
@@ -79,7 +79,7 @@ class Throughput:
         self._phases: dict[str, float] = {}
 
     def add(self, tokens: int, step_s: float, **phases: float) -> None:
-        """Count one step of `tokens` over all devices; `phases` are seconds within it, named as in PHASES."""
+        """Counts one step of `tokens` over all devices; `phases` are seconds within it, named as in PHASES."""
         unknown = set(phases) - set(PHASES)
         if unknown:
             raise ValueError(f"unknown phase {', '.join(sorted(unknown))}; choose from {', '.join(PHASES)}")
@@ -90,7 +90,7 @@ class Throughput:
             self._phases[name] = self._phases.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """The perf/ metrics since the last take, times as means per step; empty if there was no step."""
+        """Returns the perf/ metrics since the last take, times as means per step; empty if there was no step."""
         if not self._steps or self._seconds <= 0:
             return {}
         rates = perf(self._tokens, self._seconds, self._flops_per_token, self._world_size, self._peak)

@@ -1,4 +1,4 @@
-"""metrics.jsonl: the run's own record, one JSON object a line, written by rank 0.
+"""metrics.jsonl: the record of a run, one JSON object a line, written by rank 0.
 
     with MetricsFile("runs/demo/metrics.jsonl") as file:
         file.truncate_after(400)                       # on resume: forget the steps that will be done again
@@ -12,7 +12,7 @@ finite is therefore written as null, and its name and value are kept beside it:
 
 `read` puts the float back, so what was logged is what is read. The values are "nan", "inf" and "-inf".
 
-Phases: open (mend a torn end) · append (one write a line, undone if it fails) · truncate (new file, fsync, rename) ·
+Phases: open (repair a torn end) · append (one write a line, undone if it fails) · truncate (new file, fsync, rename) ·
 read.
 """
 
@@ -32,7 +32,7 @@ NON_FINITE = "non_finite"
 
 
 def encode(row: Mapping[str, object]) -> str:
-    """One row as one line of valid JSON, without the line end; raises TypeError for a value JSON cannot hold."""
+    """Returns one row as a line of valid JSON, without line end; raises TypeError for a value JSON cannot hold."""
     bad = {key: str(value) for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     plain: dict[str, object] = {key: None if key in bad else value for key, value in row.items()}
     if bad:
@@ -41,7 +41,7 @@ def encode(row: Mapping[str, object]) -> str:
 
 
 def decode(line: str | bytes) -> dict[str, Any]:
-    """The row of one line, with its non-finite floats put back; raises ValueError if the line is not a JSON object."""
+    """Returns the row of one line, with its non-finite floats; raises ValueError if it is not a JSON object."""
     row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {type(row).__name__}")
@@ -50,7 +50,7 @@ def decode(line: str | bytes) -> dict[str, Any]:
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """All rows of a metrics file, in order; a last line torn by a crash is left out.
+    """Returns all rows of a metrics file, in order; a last line torn by a crash is left out.
 
     Raises FileNotFoundError, and ValueError naming the line for damage anywhere but in the last line.
     """
@@ -120,7 +120,7 @@ def _belongs(line: bytes, step: int) -> bool:
 
 
 def _open_mended(path: Path) -> int:
-    """A descriptor for appending to `path`, after making sure that the next row starts on a line of its own."""
+    """Returns a descriptor for appending to `path`, after making sure that the next row starts on a line of its own."""
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     content = path.read_bytes()
     tail = content[content.rfind(b"\n") + 1 :]

@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent(parent: int | None = None) -> bool:
-    """Ask the kernel to kill this process when its parent dies; returns whether that is arranged (False off Linux).
+    """Asks the kernel to kill this process when its parent dies; returns whether that is arranged (False off Linux).
 
     The signal is SIGKILL. A rank whose launcher is gone usually sits in a collective, inside C++, where Python never
     gets to run a SIGTERM handler; and the handler would try to save together with ranks that are dying too. Checkpoints
@@ -43,7 +43,7 @@ def die_with_parent(parent: int | None = None) -> bool:
 
 
 def peak_rss_bytes() -> int:
-    """The largest resident set of this process in bytes, since its start or the last `reset_peak_rss`."""
+    """Returns the largest resident set of this process in bytes, since its start or the last `reset_peak_rss`."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -57,7 +57,7 @@ def peak_rss_bytes() -> int:
 
 
 def reset_peak_rss() -> bool:
-    """Set the peak back to the present resident set; returns False where the system cannot (proc(5), clear_refs)."""
+    """Sets the peak back to the present resident set; returns False where the system cannot (proc(5), clear_refs)."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -66,7 +66,7 @@ def reset_peak_rss() -> bool:
 
 
 def loopback_bytes() -> int | None:
-    """Bytes sent over the loopback interface since boot, by all processes, headers included; None off Linux."""
+    """Returns the bytes sent over the loopback interface since boot, by all processes, with headers; None off Linux."""
     try:
         lines = Path("/proc/net/dev").read_text().splitlines()
     except OSError:

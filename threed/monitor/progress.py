@@ -35,7 +35,7 @@ _FIELDS: tuple[tuple[str, Callable[[float], str]], ...] = (
 
 
 def describe(metrics: Mapping[str, Any]) -> str:
-    """The metrics a person watches, in a fixed order, as `loss 2.3145 | lr 9.8e-04 | ...`; other keys are left out."""
+    """Returns the main metrics, in a fixed order, as `loss 2.3145 | lr 9.8e-04 | ...`; other keys are left out."""
     parts = [show(metrics[key]) for key, show in _FIELDS if metrics.get(key) is not None]
     return " | ".join(part for part in parts if part)
 
@@ -50,12 +50,12 @@ class Progress:
         self._bar = _bar(total, start, self._stream) if enabled and _can_show_bar(self._stream) else None
 
     def advance(self, step: int) -> None:
-        """Move the bar to `step`; prints nothing where there is no bar."""
+        """Moves the bar to `step`; prints nothing where there is no bar."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the metrics of `step`: beside the bar, or as a line."""
+        """Shows the metrics of `step`: beside the bar, or as a line."""
         if self._bar is not None:
             self._bar.set_postfix_str(describe(metrics), refresh=False)
             self.advance(step)
@@ -63,14 +63,14 @@ class Progress:
             self._print(f"step {step:>5}/{self._total} | {describe(metrics)}")
 
     def note(self, text: str) -> None:
-        """Print `text` on lines of its own, above the bar if there is one."""
+        """Prints `text` on lines of its own, above the bar if there is one."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         elif self._enabled:
             self._print(text)
 
     def close(self) -> None:
-        """Leave the bar as it stands; closing twice is allowed."""
+        """Leaves the bar as it stands; closing twice is allowed."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -80,7 +80,7 @@ class Progress:
 
 
 def _can_show_bar(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that knows its width; some container terminals say 0, where tqdm draws nothing."""
+    """Returns whether `stream` is a terminal with a width; in some containers it is 0, and tqdm draws nothing."""
     return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
 
 

@@ -47,7 +47,7 @@ class WandbRun:
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"unknown wandb mode {mode!r}; choose one of {', '.join(MODES)}")
-        self.run_id = run_id  # kept even when wandb is off, so that a session without it does not break the thread
+        self.run_id = run_id  # kept even when wandb is off, so that the run id survives a session without wandb
         self._note = note
         self._run: Any = None
         self._step = 0
@@ -56,13 +56,13 @@ class WandbRun:
             self._try("start", lambda: self._start(mode, settings))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Send one row, with `step` as a metric of its own."""
+        """Sends one row, with `step` as a metric of its own."""
         self._step = step
         if self._run is not None:
             self._try("log", lambda: self._run.log({"step": step, **metrics}))
 
     def close(self, figures: str | Path | None = None, failed: bool = False) -> None:
-        """Upload the SVG files of the folder `figures`, if any, and end the run; closing twice is allowed."""
+        """Uploads the SVG files of the folder `figures`, if any, and end the run; closing twice is allowed."""
         if self._run is None:
             return
         if figures is not None:
@@ -92,7 +92,7 @@ class WandbRun:
             self._run.log({"step": self._step, **pages})
 
     def _try(self, what: str, action: Callable[[], None]) -> None:
-        """Run `action`; whatever goes wrong in wandb ends wandb, not training."""
+        """Runs `action`; whatever goes wrong in wandb ends wandb, not training."""
         try:
             action()
         except Exception as error:
@@ -102,7 +102,7 @@ class WandbRun:
 
 
 def redact(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a nested config whose secrets are replaced by `<redacted>`, told by whole words of their names."""
+    """Returns a copy of a nested config; replaces secrets, found by whole words of their names, by `<redacted>`."""
 
     def clean(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -125,7 +125,7 @@ def _import() -> ModuleType:
 
 
 def _choose(mode: str, wandb: ModuleType) -> str:
-    """The mode handed to wandb.init: online, offline or disabled."""
+    """Returns the mode handed to wandb.init: online, offline or disabled."""
     if mode == "offline":
         return mode
     if mode == "auto":
@@ -139,7 +139,7 @@ def _choose(mode: str, wandb: ModuleType) -> str:
 
 
 def _has_key(wandb: ModuleType) -> bool:
-    """Whether wandb's own lookup finds an API key; never prompts."""
+    """Returns whether wandb's own lookup finds an API key; never prompts."""
     try:
         return bool(wandb.login(prompt=False, verify=False))
     except TypeError:  # wandb before `prompt` came to login(): the older public way

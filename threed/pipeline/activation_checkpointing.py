@@ -1,14 +1,14 @@
-"""Which layers are computed again in the backward, and where their inputs are kept until then.
+"""Activation checkpointing: which layers are recomputed in the backward, and where their inputs are saved until then.
 
-    recomputed = build(config, units, live, slicing, topology)      # what a Stage is told
-    kept = recomputed.store.save(x)                                # after a layer's forward
-    store.fetch(kept) · store.prefetch(kept)                         # a few layers ahead of its backward
-    x = store.get(kept)       ...     store.release(kept)
+    recomputed = build(config, units, live, slicing, topology)      # an argument of Stage
+    saved = recomputed.store.save(x)                                # after a layer's forward
+    store.fetch(saved) · store.prefetch(saved)                      # a few layers ahead of its backward
+    x = store.get(saved)       ...     store.release(saved)
 
-SavedInput is the input itself; or a copy in a slot of an arena, in host memory beside a GPU, or on a drive. Where every
-tensor rank has the same input each keeps its part of it, and they are gathered again (ZeRO, arXiv 1910.02054, section
-6.1: P_a, P_a+cpu). `fetch` begins to read from the drive, `bring` begins to move to the device and to gather; all
-tensor ranks run the same layers in the same order, so their gathers meet.
+What is saved is the input itself; or a copy in a slot of an arena, in host memory beside a GPU, or on a drive. Where
+all tensor ranks have the same input, each may save its part, to be gathered again (ZeRO, arXiv 1910.02054, section 6.1:
+P_a, P_a+cpu). `fetch` begins to read from the drive, `prefetch` begins to copy to the device and to gather; all tensor
+ranks run the same layers in the same order, so their gathers match.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from threed.memory.io import BLOCK, Disk
 from threed.memory.tiers import Drive, InMemory, OnDrive, StagedBuffer, Storage
 from threed.topology import Axis, Topology
 
-FETCH_AHEAD = 2  # inputs on their way from the drive
-GATHER_AHEAD = 1  # inputs being gathered, or on their way to the device
-BUFFERS = 2 * FETCH_AHEAD + 2  # of the drive: read ahead, the one in use, written behind
+FETCH_AHEAD = 2  # inputs being read from the drive
+GATHER_AHEAD = 1  # inputs being gathered, or copied to the device
+BUFFERS = 2 * FETCH_AHEAD + 2  # of the drive: read ahead, in use, written behind
 MOST_ON_DRIVE = BUFFERS - FETCH_AHEAD  # tensors of one input: all of them are in use at once
 
 
 class StoragePool(Protocol):
-    """Places for inputs, used again and again."""
+    """Reusable storages for inputs."""
 
     def take(self, numel: int, dtype: torch.dtype) -> Storage:
-        """A place for so many numbers."""
+        """Returns a storage for `numel` values."""
 
     def give(self, storage: Storage) -> None:
-        """The place is free."""
+        """Takes a storage back."""
 
 
 class InArena:
-    """Slots of an arena."""
+    """Storages in the slots of an arena."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -64,7 +64,7 @@ class InArena:
 
 
 class OnDrives:
-    """Regions of a swap file, each as large as the drive's buffers: whatever the shape, it fits into any of them."""
+    """Storages in a swap file, each as large as the drive's buffers, so that any input fits into any of them."""
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
@@ -85,8 +85,8 @@ class OnDrives:
             self._release(storage)
 
     def _large_enough(self, nbytes: int) -> Drive:
-        """The drive; a new one where its buffers are too small, and larger by half at least: old regions are of no use
-        to new inputs, but all of them together are not more than two new ones for each."""
+        """Returns the drive, or a new one if its buffers are too small. New buffers are larger by half at least: old
+        regions cannot be reused, but together they are not larger than two new regions for each input."""
         old = 0 if self._drive is None else self._drive.nbytes
         if self._drive is None or nbytes > old:
             self._drive = Drive(self.disk, max(1, -(-max(nbytes, old * 3 // 2) // BLOCK)) * BLOCK, BUFFERS)
@@ -97,13 +97,13 @@ class OnDrives:
 
     def _release(self, storage: OnDrive) -> None:
         if storage.writing is not None:
-            storage.writing.wait()  # the next one's write must not be overtaken
+            storage.writing.wait()  # before the next owner of the region writes
         self.disk.release(storage.offset, storage.drive.nbytes)
 
 
 @dataclass(eq=False)
 class SavedInput:
-    """A layer's input. value: on the device, whole or this rank's part. arrived: when it has come from the host."""
+    """A layer's saved input. value: on the device, whole or this rank's part. arrived: its copy from the host ended."""
 
     shape: torch.Size
     storage: Storage | None = None
@@ -114,8 +114,8 @@ class SavedInput:
 
 
 class ActivationStore:
-    """Keeps inputs. axis: over which they are sliced, or None. storages: where copies go; None: inputs themselves stay.
-    device: where layers run; storages in the memory of another one are reached by a stream of their own."""
+    """Saves inputs. axis: they are sliced over it, unless None. storages: for copies; None saves the inputs themselves.
+    device: where layers run. away: storages are not on the device, and copies use a stream of their own."""
 
     def __init__(
         self, axis: Axis | None, storages: StoragePool | None, device: torch.device, away: bool = False
@@ -125,31 +125,31 @@ class ActivationStore:
         self._leaving: deque[tuple[torch.Event, StagedBuffer, Tensor]] = deque()
 
     def save_all(self, given: Sequence[Tensor]) -> tuple[SavedInput, ...]:
-        """Keeps the tensors of a layer's input."""
+        """Saves the tensors of a layer's input."""
         if len(given) > MOST_ON_DRIVE and isinstance(self.storages, OnDrives):
             raise ValueError(
-                f"--recompute.offload nvme keeps at most {MOST_ON_DRIVE} tensors of a layer's input, not {len(given)}:"
-                " hand on fewer, or use --recompute.offload cpu"
+                f"--recompute.offload nvme saves at most {MOST_ON_DRIVE} tensors of a layer's input, not {len(given)}:"
+                " pass fewer, or use --recompute.offload cpu"
             )
         return tuple(self.save(x) for x in given)
 
     def save(self, x: Tensor) -> SavedInput:
-        """Keeps x [any shape]; it may be let go as soon as this returns."""
-        kept, part, numel = SavedInput(x.shape), x.detach(), x.numel()
+        """Saves x [any shape]; the caller may drop it as soon as this returns."""
+        saved, part, numel = SavedInput(x.shape), x.detach(), x.numel()
         if self.axis is not None:
             numel = -(-numel // self.axis.size)
             first = self.axis.index * numel
             part = part.reshape(-1)[first : first + numel]  # the last ranks' may be short
         if self.storages is None:
-            kept.value = self._own(part, numel)
-            return kept
-        kept.storage = self.storages.take(numel, x.dtype)
-        staged = kept.storage.empty()
+            saved.value = self._own(part, numel)
+            return saved
+        saved.storage = self.storages.take(numel, x.dtype)
+        staged = saved.storage.empty()
         self._copy_out(part.reshape(-1), staged)
-        return kept
+        return saved
 
     def _own(self, part: Tensor, numel: int) -> Tensor:
-        """A tensor that keeps no more memory alive than its own: itself, or a copy of this rank's part."""
+        """Returns a tensor that keeps no other memory alive: `part` itself, or a copy of it."""
         if self.axis is None:
             return part if part.untyped_storage().nbytes() <= part.nbytes else part.clone()
         own = part.new_empty(numel)
@@ -168,8 +168,8 @@ class ActivationStore:
         self._store_left(at_most=1)
 
     def _store_left(self, at_most: int) -> None:
-        """What has come from the device may go on, and its memory there be used again; all but the last few are waited
-        for: by the device, and by the host where it has to write them to a drive."""
+        """Stores the copies that have ended, and lets the device reuse their memory; waits for all but the last
+        `at_most`: on the device's stream, and on the host if it has to write them to a drive."""
         while self._leaving and (len(self._leaving) > at_most or self._leaving[0][0].query()):
             event, staged, _ = self._leaving.popleft()
             current_stream(self.device).wait_event(event)
@@ -177,52 +177,52 @@ class ActivationStore:
                 event.synchronize()
             staged.store()
 
-    def fetch(self, kept: SavedInput) -> None:
-        """Begins to read it, if it is on a drive."""
-        if kept.storage is not None and kept.staged is None and kept.value is None:
+    def fetch(self, saved: SavedInput) -> None:
+        """Begins to read a saved input, if it is on a drive."""
+        if saved.storage is not None and saved.staged is None and saved.value is None:
             self._store_left(at_most=0)
-            kept.staged = kept.storage.fetch()
+            saved.staged = saved.storage.fetch()
 
-    def prefetch(self, kept: SavedInput) -> None:
-        """Begins to make it whole on the device."""
-        self.fetch(kept)
+    def prefetch(self, saved: SavedInput) -> None:
+        """Begins to copy a saved input to the device, and to gather its parts."""
+        self.fetch(saved)
         with nullcontext() if self._stream is None else beside(self._stream):
-            if kept.value is None:
-                assert kept.staged is not None
-                kept.value = kept.staged.wait().to(self.device, non_blocking=True)
-                kept.arrived = None if self._stream is None else self._stream.record_event()
-            if self.axis is not None and kept.gathering is None:
-                kept.gathering = collectives.start_all_gather(kept.value, self.axis)
+            if saved.value is None:
+                assert saved.staged is not None
+                saved.value = saved.staged.wait().to(self.device, non_blocking=True)
+                saved.arrived = None if self._stream is None else self._stream.record_event()
+            if self.axis is not None and saved.gathering is None:
+                saved.gathering = collectives.start_all_gather(saved.value, self.axis)
 
-    def get(self, kept: SavedInput) -> Tensor:
-        """The input, as it was; until `drop` it may lie in the place where it was kept."""
-        self.prefetch(kept)
-        assert kept.value is not None
-        whole = kept.value
-        if kept.arrived is not None:
-            current_stream(self.device).wait_event(kept.arrived)
-        if kept.gathering is not None:
-            whole = kept.gathering.wait()
-            self.release(kept)
-        return whole[: kept.shape.numel()].view(kept.shape) if self.axis is not None or kept.storage else whole
+    def get(self, saved: SavedInput) -> Tensor:
+        """Returns the input; until `release` it may be a view of the storage."""
+        self.prefetch(saved)
+        assert saved.value is not None
+        whole = saved.value
+        if saved.arrived is not None:
+            current_stream(self.device).wait_event(saved.arrived)
+        if saved.gathering is not None:
+            whole = saved.gathering.wait()
+            self.release(saved)
+        return whole[: saved.shape.numel()].view(saved.shape) if self.axis is not None or saved.storage else whole
 
-    def release(self, kept: SavedInput) -> None:
-        """It is not needed any more; dropping it again does nothing."""
-        if kept.gathering is not None:
-            kept.gathering.wait()
-        if kept.staged is not None:
-            if self._stream is not None and not isinstance(kept.storage, InMemory):
-                self._stream.synchronize()  # the drive may fill the buffer anew, while it is read from
-            kept.staged.drop()
-        if kept.storage is not None and self.storages is not None:
+    def release(self, saved: SavedInput) -> None:
+        """Frees a saved input; harmless when called again."""
+        if saved.gathering is not None:
+            saved.gathering.wait()
+        if saved.staged is not None:
+            if self._stream is not None and not isinstance(saved.storage, InMemory):
+                self._stream.synchronize()  # else the drive could fill the buffer while it is being read
+            saved.staged.drop()
+        if saved.storage is not None and self.storages is not None:
             self._store_left(at_most=0)
-            self.storages.give(kept.storage)
-        kept.storage = kept.value = kept.arrived = kept.staged = kept.gathering = None
+            self.storages.give(saved.storage)
+        saved.storage = saved.value = saved.arrived = saved.staged = saved.gathering = None
 
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Units of a stage that are computed again: whole ones from what `store` has, or `selective`'s operations."""
+    """The units of a stage that are recomputed: in full from inputs in `store`, or the operations of `selective`."""
 
     units: frozenset[int] = frozenset()
     store: ActivationStore | None = None
@@ -230,25 +230,25 @@ class Recomputed:
 
 
 def choose(layers: Sequence[nn.Module], every: int) -> list[int]:
-    """The numbers of the layers to compute again: of those that may be (`recomputable` is not False), every n-th.
+    """Returns the numbers of the layers to recompute: every n-th of those that may be (`recomputable` is not False).
 
-    Counted over the whole model, so that it does not depend on how it is cut into stages.
+    It counts over the whole model, so that the choice does not depend on how the model is cut into stages.
     """
     return [n for n, layer in enumerate(layers) if getattr(layer, "recomputable", True)][::every]
 
 
 def with_recompute(costs: Sequence[float], again: Sequence[int]) -> Sequence[float]:
-    """FLOPs of layers, forward and backward, when those numbered `again` run their forward once more: a third of it."""
+    """Returns FLOPs of layers, forward and backward; those in `again` run their forward, a third of it, twice."""
     return [cost + cost / 3 if number in again else cost for number, cost in enumerate(costs)]
 
 
 def build(
     config: Config, units: Mapping[int, nn.Module], live: int, slicing: Slicing, topology: Topology
 ) -> Recomputed:
-    """What a rank's stages compute again.
+    """Returns what a rank's stages recompute.
 
-    units: by number those that are computed again, as a whole or in part. live: micro-batches whose inputs are kept at
-    the worst moment.
+    units: by number, those that are recomputed in full or in part. live: the largest number of micro-batches whose
+    inputs are saved at once.
     """
     r = config.recompute
     if r.mode == "none" or not units:
@@ -263,7 +263,7 @@ def build(
 
 
 def on_paper(config: Config, numbers: Sequence[int], slicing: Slicing) -> Recomputed:
-    """The same for layers that are only traced: inputs are kept nowhere else."""
+    """Returns the same for layers that are only traced: inputs are not copied anywhere."""
     r = config.recompute
     if r.mode == "none" or not numbers:
         return Recomputed()
@@ -277,7 +277,7 @@ def _sliced_over(config: Config, slicing: Slicing) -> Axis | None:
 
 
 def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | None:
-    """Where inputs are kept; None where they stay what they are. Host memory beside a CPU is where they are already."""
+    """Returns where copies of inputs are stored; None saves the inputs themselves (also offload to CPU on one)."""
     r, on_gpu = config.recompute, topology.device.type == "cuda"
     if r.offload == "nvme":
         return OnDrives(Disk(str(config.zero.nvme_path), f"activations-rank{topology.rank}"))
@@ -289,7 +289,7 @@ def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | 
 
 
 def enable(module: nn.Module, config: Config) -> None:
-    """Recompute in a module that is not built from `threed.layers`: its own checkpointing, if it has one.
+    """Enables recompute in a module that is not built from `threed.layers`: its own checkpointing, if it has one.
 
     Raises ConfigError for what such a module cannot do.
     """
@@ -302,8 +302,8 @@ def enable(module: nn.Module, config: Config) -> None:
     if r.mode == "selective":
         raise ConfigError([f"--recompute.mode selective: {kind} has no operations known by name; use full, or {fix}"])
     more = [("every", r.every != 1), ("partition", r.partition), ("offload", r.offload != "none"), ("arena", r.arena)]
-    if asked := [f"--recompute.{name}" for name, given in more if given]:
-        raise ConfigError([f"{', '.join(asked)}: {kind} is not built from threed.layers; leave out, or {fix}"])
+    if refused := [f"--recompute.{name}" for name, given in more if given]:
+        raise ConfigError([f"{', '.join(refused)}: {kind} is not built from threed.layers; leave out, or {fix}"])
     if found is None:
         raise ConfigError([f"--recompute.mode full: {kind} has no gradient_checkpointing_enable(); {fix}"])
     found({"use_reentrant": False})

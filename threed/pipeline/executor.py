@@ -1,13 +1,13 @@
-"""Walks one rank's plan: a table of handlers, one an action; it knows no schedule by name.
+"""Runs one rank's plan through a table of handlers, one for each kind of action; it knows no schedule by name.
 
     executor = Executor(stages, transport, rank)
     outputs  = executor.run(plan, micro_batches)
 
-Receives are posted where the plan has them, which is where the other side sends, and waited for at first use. Sends
-are waited for two messages later, or at the end. Training, evaluation and sampling are plans like any other.
+Receives are posted where the plan has them, when the other side sends, and waited for at first use. Sends are waited
+for two messages later, or at the end. Training, evaluation and sampling are all plans.
 
-What passes between stages has any shape, dtype and number of tensors. The first message for micro-batches of a shape is
-preceded by its form, which both sides remember: from then on nothing but the tensors travels.
+Stages exchange tensors of any shape, dtype and number. The first message for micro-batches of a shape is preceded by
+its form, which both sides store: later messages are tensors only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Span = tuple[Action, float, float]
 
 
 def with_next_compute(actions: Sequence[Action]) -> Iterator[tuple[Action, Action | None]]:
-    """Every action, and the next one after it that computes."""
+    """Returns every action with the next compute action after it."""
     following: list[Action | None] = []
     then: Action | None = None
     for action in reversed(actions):
@@ -45,9 +45,9 @@ def with_next_compute(actions: Sequence[Action]) -> Iterator[tuple[Action, Actio
 class Executor:
     """Runs plans over the stages (chunks) of one pipeline rank.
 
-    on_backward(chunk) is called after each backward, on_reduce(chunk) where the plan says that a chunk's gradients are
-    complete. varying: forms depend on more than the shapes of a micro-batch, and precede every message. `spans`, when
-    given a list, collects what ran when: (action, start, end) in seconds of `time.perf_counter`.
+    on_backward(chunk) is called after each backward, on_reduce(chunk) where the plan has the reduction of a chunk's
+    gradients. varying: forms depend on more than the shapes of a micro-batch, and precede every message. `spans`, if it
+    is set to a list, records (action, start, end) in seconds of `time.perf_counter`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Executor:
         }
 
     def run(self, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
-        """Runs this rank's part of a lowered plan; the model's outputs (losses) in micro-batch order, where it ends."""
+        """Runs this rank's part of a lowered plan; returns the losses, by micro-batch, on the last stage."""
         self._plan, self._micros = plan, micros
         self._signatures = [(n, *signature(m)) if self.varying else signature(m) for n, m in enumerate(micros)]
         if self.varying:
@@ -115,22 +115,22 @@ class Executor:
             self._give(Kind.SEND_B, Kind.RECV_B, action, dx)
 
     def _take(self, kind: Kind, action: Action) -> list[Tensor] | None:
-        """What another stage made for this action; None at the model's ends."""
+        """Waits for the tensors that another stage made for this action; None at the model's ends."""
         if self._plan.producer(self.rank, action) is None:
             return None
         arrived = self._arriving.pop((kind, action.microbatch, action.chunk))
         parts = [part.wait() if isinstance(part, Pending) else part for part in arrived]
         self._let_device_end()
-        self._began = time.perf_counter()  # waiting for another stage is no work: the bubble shows it
+        self._began = time.perf_counter()  # waiting for another stage counts as bubble, not as work
         return parts
 
     def _let_device_end(self) -> None:
-        """Where spans are wanted of a GPU, waits for what it computes; not for receives, which others may wait for."""
+        """Waits for the GPU's compute stream if spans are recorded; not for receives, which others may wait for."""
         if self.spans is not None and self.device.type == "cuda":
             current_stream(self.device).synchronize()
 
     def _give(self, send: Kind, receive: Kind, action: Action, value: Any) -> None:
-        """Leaves a result for the send that follows, or for the next stage if that is on this rank."""
+        """Stores a result for the send that follows, or for the next stage if that is on this rank."""
         consumer = self._plan.consumer(self.rank, action)
         here = consumer is not None and consumer[0] == self.rank
         if send is Kind.SEND_F:
@@ -150,7 +150,7 @@ class Executor:
         if target is None:
             raise ValueError(f"plan {self._plan.name}: rank {self.rank}: {action} has nobody to send to")
         parts = self._leaving.pop((action.kind, action.microbatch, action.chunk))
-        if action.kind is Kind.SEND_F and (key := ("told", *self._key("out", action))) not in self._forms:
+        if action.kind is Kind.SEND_F and (key := ("sent", *self._key("out", action))) not in self._forms:
             self._forms[key] = form = self._form("out", action)
             data = form.to_bytes().to(self.device)
             size = torch.tensor([len(data)], device=self.device)
@@ -170,9 +170,9 @@ class Executor:
         backward = action.kind is Kind.RECV_B
         if not backward and self._key("in", action) not in self._forms:
             self._remember("in", action, self._receive_form(source[0]))
-        blank = self._form("out" if backward else "in", action).empty(self.device, gradients=backward)
+        buffers = self._form("out" if backward else "in", action).empty(self.device, gradients=backward)
         key = (action.kind, action.microbatch, action.chunk)
-        self._arriving[key] = [self.transport.receive(out, source[0], self.rank) for out in blank]
+        self._arriving[key] = [self.transport.receive(out, source[0], self.rank) for out in buffers]
 
     # ---------------------------------------------------------------------------------------------------------- forms
 
@@ -189,19 +189,19 @@ class Executor:
         return self._forms[self._key(side, action)]
 
     def _remember(self, side: str, action: Action, form: Form) -> Form:
-        """The form of what comes into a chunk, or goes out of it; RuntimeError if it was another one before."""
+        """Stores and returns the form of a chunk's input or output; RuntimeError if it had another one before."""
         known = self._forms.setdefault(self._key(side, action), form)
         if known != form:
             layer = self.stages[action.chunk].layers[-1]
             raise RuntimeError(
-                f"{getattr(layer, 'name', 'a layer')} ({type(layer).__name__}) hands on {form} where it handed on"
+                f"{getattr(layer, 'name', 'a layer')} ({type(layer).__name__}) returned {form} where it returned"
                 f" {known} before, for micro-batches of the same shape; the next stage cannot know: give the model the"
                 " attribute `boundaries_vary = True`"
             )
         return known
 
     def _gather(self, action: Action) -> None:
-        """Begins what the next compute action will wait for first, while this rank waits for messages."""
+        """Begins to gather the first units of the next compute action, while this rank waits for messages."""
         if self._then is not None:
             self.stages[action.chunk].start(backward=self._then.kind is Kind.B)
 

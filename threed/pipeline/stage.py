@@ -1,13 +1,13 @@
 """One pipeline stage: a contiguous range of a model's layers, run forward and backward for one micro-batch at a time.
 
-Layer by layer: each is a unit that is gathered before it runs and released after, and has a graph of its own. A
-micro-batch holds an edge into every layer's graph, not the layer's output: so an activation that was sent to the next
-stage is free as soon as it has left, and no output need be kept for its shape.
+Each layer is a unit that is gathered before it runs and released after, and has an autograd graph of its own. For each
+micro-batch the stage keeps an edge into every layer's graph, not the layer's output: so an activation is freed as soon
+as it was sent to the next stage.
 
-A layer that is recomputed has no graph until its backward comes: its forward keeps its input only, and runs again,
-while the layer's weights are whole for the backward anyway.
+A recomputed layer has no graph until its backward: its forward saves its input only, and runs again while the layer's
+weights are gathered for the backward anyway.
 
-What layers hand on is a tensor, or a tuple or dict of tensors, of any shape and dtype (`threed.pipeline.boundary`).
+Layers pass on a tensor, or a tuple or dict of tensors, of any shape and dtype (`threed.pipeline.boundary`).
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from threed.schedules.window import first_units, walk
 
 
 class ParameterGatherer(Protocol):
-    """Makes parameters whole before they are used."""
+    """Gathers parameters before they are used (`threed.zero.gather.Gatherer`)."""
 
     def start(self, unit: int) -> None:
-        """Begins to make the parameters of layer `unit` of this rank whole."""
+        """Begins to gather the parameters of this rank's layer `unit`."""
 
     def ready(self, unit: int) -> None:
-        """Waits until they are."""
+        """Waits until they are whole."""
 
     def release(self, unit: int) -> None:
-        """They are not needed any more, for now."""
+        """Frees them until the next `start`."""
 
 
 class AlwaysWhole:
-    """The gatherer of parameters that always are, or that look after themselves."""
+    """The gatherer of parameters that are always whole, or that hooks gather."""
 
     def start(self, unit: int) -> None:
-        """Nothing to begin."""
+        """Does nothing."""
 
     def ready(self, unit: int) -> None:
-        """Returns at once."""
+        """Does nothing."""
 
     def release(self, unit: int) -> None:
-        """Keeps them."""
+        """Does nothing."""
 
 
 @dataclass(eq=False)
 class Frame:
-    """What backward needs of one layer: its input, whose tensors get the gradient, and for each tensor it gave an edge
-    into its graph, if it has one; or what the graph is made of when its time comes."""
+    """What backward needs of one layer: its input, whose tensors get the gradient, and for each output tensor the edge
+    into the layer's graph, if there is one; or `again`, from which the graph is made in the backward."""
 
     x: Any = None
     edges: tuple[GradientEdge | None, ...] = ()
@@ -66,11 +66,11 @@ class Frame:
 
 @dataclass(eq=False)
 class Again:
-    """What a layer's forward needs to run again: its kept inputs (none on the model's first layer), how they are
-    arranged and which get a gradient."""
+    """What a layer's forward needs to run again: its saved inputs (none on the model's first layer), their structure,
+    and which of them get a gradient."""
 
-    kept: tuple[SavedInput, ...]
-    arranged: Any
+    saved: tuple[SavedInput, ...]
+    structure: Any
     grads: tuple[bool, ...]
     draws: RngState
     micro: MicroBatch
@@ -80,11 +80,11 @@ class Stage:
     """The layers [first, first + len(layers)) among those that this rank holds, as one function of a micro-batch.
 
     forward(m, x, micro) -> y;  backward(m, dy) -> dx.  x is None on the model's first stage; on its last, y is the
-    micro-batch's weighted loss and dy is None. Gradients are arranged as the values are, None where there is none. The
-    tensors of y have no graph; whether they want a gradient is their `requires_grad`. keep: the unit where the pass
-    ends stays whole, for the next one begins there. prefetch: units gathered ahead of the one that runs. recomputed:
-    layers computed again in the backward. A layer whose backward does not read its weights says so by
-    `backward_reads_weights = False`, and one that must not be recomputed by `recomputable = False`.
+    micro-batch's weighted loss and dy is None. Gradients have the structure of the values, None where there is none.
+    The tensors of y have no graph; `requires_grad` says which need a gradient. keep: the unit where the pass ends stays
+    whole, because the next pass begins there. prefetch: units gathered ahead of the running one. recomputed: layers
+    recomputed in the backward. A layer whose backward does not read its weights sets `backward_reads_weights = False`,
+    and one that must not be recomputed `recomputable = False`.
     """
 
     def __init__(
@@ -105,20 +105,20 @@ class Stage:
         return self.layers[unit - self.first]
 
     def reset(self) -> None:
-        """Forgets micro-batches whose backward never came: a step was given up."""
+        """Drops micro-batches without a backward, after an aborted step."""
         for frames in self._open.values():
             self._drop(frames)
         self._open.clear()
 
     def start(self, backward: bool) -> None:
-        """Begins to gather what a pass needs first."""
+        """Begins to gather the units that a pass needs first."""
         for unit in first_units(self._backward_units if backward else self._units, self.prefetch):
             self.gatherer.start(unit)
 
     # -------------------------------------------------------------------------------------------------------- forward
 
     def forward(self, microbatch: int, x: Any, micro: MicroBatch, keep: bool = False) -> Any:
-        """Runs the layers, and keeps what backward needs when the micro-batch is for training."""
+        """Runs the layers, and keeps what backward needs if the micro-batch is for training."""
         frames: list[Frame] = []
         if micro.training:
             self._open[microbatch] = frames
@@ -138,7 +138,7 @@ class Stage:
         return y
 
     def _run(self, unit: int, x: Any, micro: MicroBatch) -> tuple[Any, Frame]:
-        """One layer, its output without a graph, and what its backward needs."""
+        """Runs one layer; returns its output without a graph, and what its backward needs."""
         if micro.training and unit in self._again:
             return self._run_to_recompute(unit, x, micro)
         with self._watch(unit) if micro.training else nullcontext():
@@ -147,8 +147,8 @@ class Stage:
         if not micro.training:
             return y, Frame()
         edges = tuple(get_gradient_edge(part) if part.requires_grad else None for part in parts)
-        handed_on = like(y, [part.detach().requires_grad_(part.requires_grad) for part in parts])
-        return handed_on, Frame(x, edges)
+        outputs = like(y, [part.detach().requires_grad_(part.requires_grad) for part in parts])
+        return outputs, Frame(x, edges)
 
     def _tensors(self, unit: int, y: Any) -> tuple[Tensor, ...]:
         try:
@@ -156,7 +156,7 @@ class Stage:
         except TypeError as error:
             layer = self._layer(unit)
             raise TypeError(
-                f"{getattr(layer, 'name', f'layer {unit}')} ({type(layer).__name__}) gave {error}"
+                f"{getattr(layer, 'name', f'layer {unit}')} ({type(layer).__name__}) returned {error}"
             ) from None
 
     def _watch(self, unit: int) -> AbstractContextManager[None]:
@@ -164,7 +164,7 @@ class Stage:
         return nullcontext() if selective is None or unit not in self.recomputed.units else selective.watch()
 
     def _run_to_recompute(self, unit: int, x: Any, micro: MicroBatch) -> tuple[Any, Frame]:
-        """One layer without a graph; the tensors of y say whether they might have had one."""
+        """Runs one layer without a graph; the tensors of y require a gradient if they might have had one."""
         store = self.recomputed.store
         assert store is not None
         draws, given = RngState(store.device), tensors(x)
@@ -180,18 +180,18 @@ class Stage:
                 f"layer {unit} ({type(self._layer(unit)).__name__}) changed its input in place, from which it is to be"
                 " computed again: change a copy (x = x * 2, not x.mul_(2)), or set the layer's `recomputable = False`"
             )
-        kept = store.save_all(given)
-        handed_on = like(y, [part.detach().requires_grad_(part.is_floating_point()) for part in parts])
-        return handed_on, Frame(again=Again(kept, like(x, [None] * len(given)), grads, draws, micro))
+        saved = store.save_all(given)
+        outputs = like(y, [part.detach().requires_grad_(part.is_floating_point()) for part in parts])
+        return outputs, Frame(again=Again(saved, like(x, [None] * len(given)), grads, draws, micro))
 
     # ------------------------------------------------------------------------------------------------------- backward
 
     def backward(self, microbatch: int, dy: Any, keep: bool = False) -> Any:
-        """The gradient of the micro-batch's input, None on the first stage; weight gradients go to their sinks."""
+        """Returns the gradient of the micro-batch's input, None on the first stage; sinks get weight gradients."""
         frames, reading = self._open[microbatch], self._backward_units
         keep = keep and bool(reading) and reading[-1] == self.first
         steps = {step.run: step for step in walk(reading, self.prefetch, keep)}
-        self._bring_ahead(frames)
+        self._prefetch_inputs(frames)
         for unit in reversed(self._units):
             step = steps.get(unit)
             if step is not None:
@@ -206,8 +206,8 @@ class Stage:
         return dy
 
     def _back(self, unit: int, frame: Frame, before: list[Frame], dy: Any, first: bool) -> Any:
-        """The backward of one layer; `before`: those whose turn comes after. first: of the stage's, where no gradient
-        at all is that of a loss."""
+        """Runs the backward of one layer. before: frames of the layers before it, whose backward comes next. first: of
+        the stage's backward, where dy None means that y is a loss."""
         with self._graph(unit, frame, before) as (x, edges):
             grads = gradients_of(dy, len(edges))
             loss = first and dy is None
@@ -220,37 +220,37 @@ class Stage:
     def _graph(
         self, unit: int, frame: Frame, before: list[Frame]
     ) -> Iterator[tuple[Any, tuple[GradientEdge | None, ...]]]:
-        """The layer's input, and the edges into its graph, which is made now if its forward made none."""
+        """Yields the layer's input, and the edges into its graph, which is made here if the layer is recomputed."""
         again, store = frame.again, self.recomputed.store
         if again is None or store is None:
             yield frame.x, frame.edges
             return
         try:
-            given = [store.get(one).requires_grad_(g) for one, g in zip(again.kept, again.grads, strict=True)]
-            x = like(again.arranged, given)
-            self._bring_ahead(before)
+            given = [store.get(one).requires_grad_(g) for one, g in zip(again.saved, again.grads, strict=True)]
+            x = like(again.structure, given)
+            self._prefetch_inputs(before)
             with torch.enable_grad(), again.draws.again():
                 y = self._layer(unit)(x, again.micro)
             edges = tuple(get_gradient_edge(part) if part.requires_grad else None for part in tensors(y))
-            del y  # its memory is free for the backward
+            del y  # frees its memory for the backward
             yield x, edges
         finally:
-            for one in again.kept:
+            for one in again.saved:
                 store.release(one)
 
-    def _bring_ahead(self, frames: list[Frame]) -> None:
-        """Begins to bring back the inputs that are needed next, in the same order on all tensor ranks."""
+    def _prefetch_inputs(self, frames: list[Frame]) -> None:
+        """Begins to fetch the saved inputs that are needed next, in the same order on all tensor ranks."""
         store = self.recomputed.store
         if store is None:
             return
-        kept = [one for frame in reversed(frames) if frame.again is not None for one in frame.again.kept]
-        for one in kept[:FETCH_AHEAD]:
+        saved = [one for frame in reversed(frames) if frame.again is not None for one in frame.again.saved]
+        for one in saved[:FETCH_AHEAD]:
             store.fetch(one)
-        for one in kept[:GATHER_AHEAD]:
+        for one in saved[:GATHER_AHEAD]:
             store.prefetch(one)
 
     def _drop(self, frames: list[Frame]) -> None:
-        kept = [one for frame in frames if frame.again is not None for one in frame.again.kept]
+        saved = [one for frame in frames if frame.again is not None for one in frame.again.saved]
         if self.recomputed.store is not None:
-            for one in kept:
+            for one in saved:
                 self.recomputed.store.release(one)

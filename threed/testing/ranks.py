@@ -27,7 +27,8 @@ from threed.topology import Axis, start_from_file
 
 _context = multiprocessing.get_context("forkserver")
 # Beside torch, what every rank would import for itself at a second of work: backward with a gradient given needs sympy.
-_preloaded = ["threed.engine", "torch.fx.experimental.symbolic_shapes", "threed.testing"]
+# What torch imports at the first operation on the meta device is imported once, and not by every rank.
+_preloaded = ["threed.engine", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "threed.testing"]
 _context.set_forkserver_preload(_preloaded)
 _pipe: Connection | None = None  # to the process that started this rank
 

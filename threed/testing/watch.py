@@ -56,12 +56,12 @@ class Watch:
             self._note("forward", number)
             for key, x in self._keys(INPUT_GRADIENT, number, args[0], args[1]):
                 if x.requires_grad:
-                    x.register_hook(self._keeper(key))
+                    x.register_hook(self._recorder(key))
 
         def after(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             for key, y in self._keys(OUTPUT, number, output, args[1]):
                 self._check_shape(y, self.truth.get(key, y))
-                self._keeper(key)(y)
+                self._recorder(key)(y)
                 if y.requires_grad and not y.is_leaf:
                     y.register_hook(lambda dy: self._note("backward", number))
 
@@ -91,7 +91,7 @@ class Watch:
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
                     yield (kind, number, tuple(samples.tolist()), index), tensor
 
-    def _keeper(self, key: Key) -> Any:
+    def _recorder(self, key: Key) -> Any:
         def keep(values: Tensor) -> None:
             self.seen.setdefault(key, values.detach().to("cpu", copy=True))  # recompute runs a layer again
 

@@ -1,4 +1,4 @@
-"""What ranks must have in common before they meet in anything that depends on it."""
+"""Checks that ranks have the same configuration and buckets, before any collective depends on it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from threed.zero.layout import Layout
 
 
 def check_configuration(config: Config, world: Axis) -> None:
-    """Makes sure that all ranks mean the same run: a rank that makes other groups or sends other shapes hangs gloo, or
-    aborts the process without a word. Raises ValueError naming the rank. Collective."""
+    """Checks that all ranks have the same configuration: a rank that makes other groups or sends other shapes hangs
+    gloo, or aborts the process without a message. Raises ValueError naming the rank. Collective."""
     text = config.model_dump_json(exclude={"zero": {"nvme_path"}})  # each machine has drives of its own
     fingerprint = hashlib.sha256(text.encode()).hexdigest()
     everyone = collectives.exchange(fingerprint, world)
@@ -22,12 +22,12 @@ def check_configuration(config: Config, world: Axis) -> None:
 
 
 def check_buckets(layout: Layout, topology: Topology) -> None:
-    """Makes sure that ranks will sum the same things, along every axis: a model that is built in another order on one
-    of them has buckets of the same sizes with other parameters in them. Raises ValueError naming the rank. Collective.
+    """Checks that ranks have the same parameters in each bucket, along every axis: a model that one rank builds in
+    another order has buckets of the same sizes with other parameters. Raises ValueError naming the rank. Collective.
     """
     for axis in topology.shared_axes():
         data = axis is topology.axis("dp")
-        everything = [*layout.buckets, *layout.frozen]  # in the order of completion, that of data ranks
+        everything = [*layout.buckets, *layout.frozen]  # in the order of completion, the same on data ranks
         summed = [bucket for group in layout.groups if axis in group.sums for bucket in group.buckets]
         buckets = everything if data else summed
         cuts = [(b.first, b.last, [(s.spec.name, s.first) for s in b.slots()]) for b in buckets]

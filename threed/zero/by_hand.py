@@ -1,11 +1,11 @@
-"""Parameters that are changed by hand: teachers that follow a student, clipped weights, renormalised embeddings.
+"""Parameters that the program changes itself: an EMA teacher, clipped weights, renormalised embeddings.
 
-    changes = Changes(layout, optimizer, gatherer)      from now on every change is noticed
-    changes.take_in()                                   before an update, and before anybody reads or writes states
+    changes = Changes(layout, optimizer, gatherer)      tracks every change from now on
+    changes.take_in()                                   call it before an update, and before states are read or written
 
-A change in place counts the parameter's version up, and its class sees whoever asks for `.data`. So what was changed is
-known without a look at the values: this rank's slice of it goes storage when its group is released, a `.data` that was
-pointed elsewhere is copied into the flat buffer, and a master that is kept apart takes over what is no longer its own.
+A change in place increments the parameter's version, and its class records accesses to `.data`. So changes are known
+without reading values. When a changed group is released, this rank's slice is stored; a `.data` that was replaced is
+copied into the flat buffer; a separate master weight takes over values that differ from its own rounding.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from threed.zero.state import WEIGHT, State, store_all
 
 
 class Watched(nn.Parameter):
-    """A parameter that notices who asks for its `.data`, whose changes its version does not count."""
+    """A parameter that records accesses to `.data`, because changes through it do not increment the version."""
 
     touched = False
 
     @property
     def data(self) -> Any:
-        """As of any tensor."""
+        """The tensor's data, as of any tensor; reading or setting it marks the parameter as touched."""
         self.touched = True
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
@@ -39,13 +39,13 @@ class Watched(nn.Parameter):
 
 
 class Changes:
-    """Notices changes of a wrapped module's parameters, and keeps them."""
+    """Tracks changes of a wrapped module's parameters, and copies them to slices and master weights."""
 
     def __init__(self, layout: Layout, optimizer: Optimizer, gatherer: Gatherer) -> None:
         self.layout, self.optimizer, self.gatherer = layout, optimizer, gatherer
         self._versions: dict[Slot, int] = {}
         self._apart = {state.bucket: state for state in optimizer.states if not state.shared}
-        self._to_masters: dict[State, Slot] = {}  # whose parameters are newer, and one of these
+        self._to_masters: dict[State, Slot] = {}  # states whose parameters are newer, with one of these
         for slot in layout.slots:
             if type(slot.param) is nn.Parameter:
                 slot.param.__class__ = Watched
@@ -57,7 +57,7 @@ class Changes:
         slot.param.touched = False  # type: ignore[attr-defined]
 
     def _changed(self, group: Group) -> list[Slot]:
-        """The group's changed parameters, whose values are in its buffer now."""
+        """Returns the group's changed parameters, after copying their values into its buffer."""
         found = [s for s in group.slots if s.param.touched or s.param._version != self._versions[s]]  # type: ignore[attr-defined]
         for slot in found:
             self._settle(group, slot)
@@ -65,7 +65,7 @@ class Changes:
         return found
 
     def _settle(self, group: Group, slot: Slot) -> None:
-        """Copies values that lie elsewhere into the buffer, and points the parameter there again."""
+        """Copies values outside the buffer into it, and points the parameter at the buffer again."""
         place, param = group.view(slot, group.params), slot.param
         if param.data_ptr() == place.data_ptr():
             return
@@ -76,7 +76,7 @@ class Changes:
         param.data = place.data
 
     def _leaving(self, group: Group) -> None:
-        """A sliced group is about to lose its memory: this rank's slices of what was changed go storage."""
+        """Stores this rank's slices of changed parameters, before the group's memory is freed."""
         changed = self._changed(group)
         for bucket in group.buckets if changed else ():
             staged = bucket.storage.empty()
@@ -89,8 +89,8 @@ class Changes:
             self._to_masters[self._apart[bucket]] = slot
 
     def take_in(self) -> None:
-        """Makes all changes so far those of the states; RuntimeError naming what cannot be. Sliced groups must have
-        been released."""
+        """Copies all changes so far to the states; RuntimeError naming a parameter for which that is impossible.
+        Sliced groups must have been released."""
         for group in self.layout.groups:
             _check_places(group)
             if not group.sliced and (changed := self._changed(group)):
@@ -103,8 +103,8 @@ class Changes:
         slot = next(iter(self._to_masters.values()))
         if self.optimizer.delayed is not None:
             raise RuntimeError(
-                f"{slot.spec.name} was changed by hand, or its .data was asked for, while its next values were under"
-                " way: set --zero.delayed-update false"
+                f"{slot.spec.name} was changed by hand, or its .data was read, while a delayed update of it"
+                " was running: set --zero.delayed-update false"
             )
         self.optimizer.flush()
         while self._to_masters:

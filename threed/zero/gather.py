@@ -1,17 +1,17 @@
-"""Parameters whole when they are used: gathered before, released after.
+"""Gathers parameters before they are used, and releases them after.
 
-    publish(bucket)   the optimizer has new values in this rank's slice
-    start(unit)       begins to gather what a unit needs
-    ready(unit)       waits until it is whole
-    release(unit)     gives the memory back, unless another unit needs it still
+    publish(bucket)   begins to gather new values, after the optimizer has updated this rank's slice
+    start(unit)       begins to gather the parameters of a unit
+    ready(unit)       waits until they are gathered
+    release(unit)     frees their memory, unless another unit still needs it
 
-Parameters that stay whole (stages 1 and 2, small ones under stage 3) are gathered once, when they are published; that
-runs on while the next forward begins, and `ready` waits for it. Sliced parameters (stage 3) are gathered at every use.
-A group's buffer is freed and given memory again, while the tensors that look into it stay: parameters, and what
-autograd has saved of them.
+Parameters that stay whole (stages 1 and 2, small ones under stage 3) are gathered once, when they are published; this
+overlaps with the beginning of the next forward, and `ready` waits for it. Sliced parameters (stage 3) are gathered at
+every use. A group's memory is freed and allocated again, while the tensors that are views of it stay: parameters, and
+what autograd has saved of them.
 
-Slices may live elsewhere (`threed.memory.tiers`). Then a gather has two halves: what a group's slices take to come is
-overlapped with the unit before, and so is the exchange between ranks, which begins when the next group is asked for.
+Slices may be offloaded (`threed.memory.tiers`). Then a gather has two phases, both overlapped with the unit before:
+reading this rank's slices, and the all-gather, which begins when the next group is requested.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from threed.memory.tiers import InMemory, StagedBuffer
 from threed.topology import Axis
 from threed.zero.layout import Bucket, Group, Layout, Slot
 
-TILE, BY_HAND = -3, -4  # who holds a tile: its layer; and a group that is whole between steps. Units are numbers
+TILE, BY_HAND = -3, -4  # holders beside units, which are numbers >= 0: a tile's layer; `Engine.gathered`
 
 
 class GatheredTile:
@@ -53,7 +53,7 @@ class GatheredTile:
 class Gatherer:
     """Gathers the groups of a layout.
 
-    axis: the shard group again, with a communicator of its own: gathers and reductions need not keep one order.
+    axis: the shard group with a second communicator, since gathers and reductions have no common order.
     """
 
     def __init__(self, layout: Layout, axis: Axis) -> None:
@@ -62,13 +62,13 @@ class Gatherer:
         self._buckets_of_unit: dict[int, list[Bucket]] = {}
         self._buckets_of_slot: dict[Slot, list[Bucket]] = {}
         self._groups_of_unit: dict[int, list[Group]] = {}
-        self._coming: dict[Group, list[tuple[Bucket, StagedBuffer]]] = {}  # slices on their way, in the order of asking
+        self._reading: dict[Group, list[tuple[Bucket, StagedBuffer]]] = {}  # slices being read, in the order requested
         self._gathering: dict[Group, list[Pending]] = {}
         self._holders: dict[Group, set[int]] = {}
         for drive in layout.policy.drives:
             drive.make_room = self._end_gathers
         self._number = {group: number for number, group in enumerate(layout.groups)}
-        self.leaving: Callable[[Group], None] = lambda group: None  # told before a group's memory goes
+        self.leaving: Callable[[Group], None] = lambda group: None  # called before a group's memory is freed
         self.order = 0  # a hash of which groups were gathered, in which order: all ranks must have the same
         for group in layout.groups:
             if group.key.tile is not None:
@@ -81,7 +81,7 @@ class Gatherer:
                 for unit in {unit for slot in bucket.slots() for unit in slot.units}:
                     self._buckets_of_unit.setdefault(unit, []).append(bucket)
 
-    # ------------------------------------------------------------------------------------------------- what stays whole
+    # --------------------------------------------------------------------------------------- parameters that stay whole
 
     def publish(self, bucket: Bucket) -> None:
         """Begins to gather the other ranks' slices of a bucket, if its parameters stay whole."""
@@ -91,12 +91,12 @@ class Gatherer:
             self._published[bucket] = collectives.start_all_gather(bucket.own, self.axis, out=window)
 
     def wait_for(self, slot: Slot) -> None:
-        """Waits until one parameter that stays whole is."""
+        """Waits until one parameter that stays whole is gathered."""
         if self._published:
             self._wait_for(self._buckets_of_slot.get(slot, ()))
 
     def settle(self) -> None:
-        """Waits until all parameters that stay whole are."""
+        """Waits until all parameters that stay whole are gathered."""
         self._wait_for(list(self._published))
 
     def _wait_for(self, buckets: Iterable[Bucket]) -> None:
@@ -104,15 +104,15 @@ class Gatherer:
             if bucket in self._published:
                 self._published.pop(bucket).wait()
 
-    # ---------------------------------------------------------------------------------------------------- what does not
+    # ------------------------------------------------------------------------------------------------ sliced parameters
 
     def start(self, unit: int) -> None:
-        """Begins to gather the sliced parameters of a unit, unless they are whole or on their way."""
+        """Begins to gather the sliced parameters of a unit, unless they are whole or in flight."""
         for group in self._groups_of_unit.get(unit, ()):
             self.open(group, unit)
 
     def ready(self, unit: int) -> None:
-        """Waits until all parameters of a unit are whole; begins to gather them if nobody has."""
+        """Waits until all parameters of a unit are whole; first begins to gather them if `start` has not."""
         if self._published:
             self._wait_for(self._buckets_of_unit.get(unit, ()))
         for group in self._groups_of_unit.get(unit, ()):
@@ -130,14 +130,14 @@ class Gatherer:
             self._holders[group].clear()
             self._free(group)
 
-    # ------------------------------------------------------------------------------------------------------ one group
+    # -------------------------------------------------------------------------------------------------------- one group
 
     def groups_of(self, unit: int) -> list[Group]:
-        """The sliced groups that a unit uses."""
+        """Returns the sliced groups that a unit uses."""
         return self._groups_of_unit.get(unit, [])
 
     def is_open(self, group: Group) -> bool:
-        """Whether a sliced group is whole, or on its way."""
+        """Returns whether a sliced group is whole, or in flight."""
         return group in self._holders
 
     def open(self, group: Group, holder: int) -> None:
@@ -145,7 +145,7 @@ class Gatherer:
         if group not in self._holders:
             self.order = hash((self.order, self._number[group]))
             self._exchange()
-            self._coming[group] = [(bucket, bucket.storage.fetch()) for bucket in group.buckets]
+            self._reading[group] = [(bucket, bucket.storage.fetch()) for bucket in group.buckets]
             if all(bucket.own is not None for bucket in group.buckets):
                 self._exchange()
             self._holders[group] = set()
@@ -158,16 +158,16 @@ class Gatherer:
                 self.open(group, holder)
 
     def _end_gathers(self) -> None:
-        """Waits for all gathers, also of what nobody has used yet: their slices go back."""
+        """Waits for all gathers, also of groups not used yet, so that the buffers of their slices are released."""
         self._exchange()
         for group in list(self._gathering):
             self.wait(group)
 
     def _exchange(self) -> None:
-        """Begins the exchange of every group whose slices were asked for: on all ranks in the same order."""
-        for group in list(self._coming):
+        """Begins the all-gather of every group whose slices are being read: in the same order on all ranks."""
+        for group in list(self._reading):
             group.allocate()
-            self._gathering[group] = [self._gather(bucket, staged) for bucket, staged in self._coming.pop(group)]
+            self._gathering[group] = [self._gather(bucket, staged) for bucket, staged in self._reading.pop(group)]
 
     def _gather(self, bucket: Bucket, staged: StagedBuffer) -> Pending:
         window, own = bucket.group.params[bucket.first : bucket.last], staged.wait()
@@ -183,7 +183,7 @@ class Gatherer:
         return Pending(finish)
 
     def _gather_from_host(self, window: Tensor, own: Tensor, staged: StagedBuffer) -> Pending:
-        """The same from page-locked memory to a GPU, beside what it computes."""
+        """Does the same from page-locked memory to a GPU, on a stream of its own."""
         stream = copy_stream(window.device, "in")
         with beside(stream):
             own = own.to(window.device, non_blocking=True)
@@ -195,7 +195,7 @@ class Gatherer:
             whole = pending.wait()
             current_stream(window.device).wait_event(gathered)
             if not isinstance(staged, InMemory):
-                copied.synchronize()  # a drive's buffer is used again
+                copied.synchronize()  # a drive's buffer is reused
             staged.drop()
             return whole
 
@@ -203,13 +203,13 @@ class Gatherer:
 
     def wait(self, group: Group) -> None:
         """Waits for the gather of a group."""
-        if group in self._coming:
+        if group in self._reading:
             self._exchange()
         for pending in self._gathering.pop(group, ()):
             pending.wait()
 
     def close(self, group: Group, holder: int) -> None:
-        """Frees a sliced group if `holder` was the last that kept it."""
+        """Frees a sliced group if `holder` was the last one."""
         holders = self._holders.get(group)
         if holders is not None:
             holders.discard(holder)
@@ -217,7 +217,7 @@ class Gatherer:
                 self._free(group)
 
     def _free(self, group: Group) -> None:
-        self.wait(group)  # a gather under way still writes
+        self.wait(group)  # a gather in flight still writes into it
         del self._holders[group]
         self.leaving(group)
         group.free()

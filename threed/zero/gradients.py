@@ -1,7 +1,7 @@
-"""Where gradients gather before they leave: the whole flat buffer, or one bucket at a time.
+"""Gradient buffers: where gradients accumulate before they are reduced, for the whole group or bucket by bucket.
 
-Both answer the same questions: where a parameter's gradient goes (`view`), what to do when it gets nothing,
-and what leaves as a bucket's window (`leave`, and `left` when it is needed no more).
+Both classes have the same methods: `view`, the memory of a parameter's gradient; `missing`, for a parameter that gets
+none; `leave`, the window of a bucket to be sent; `left`, when that window is not needed any more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from threed.zero.layout import Bucket, Layout, Slot
 
 @dataclass(eq=False)
 class Gradient:
-    """A bucket's slice of the summed gradients: on staged from where it lives, when asked for, and its squares' sum."""
+    """A bucket's slice of the summed gradients, in its storage, and the sum of its squares."""
 
     storage: Storage
     squares: Tensor
@@ -28,8 +28,8 @@ class Gradient:
 
 @dataclass(frozen=True, eq=False)
 class InFlight:
-    """A bucket whose gradients are being summed. window: of what leaves, unless it is the slice itself. add: to what
-    earlier rounds left at storage, which is on staged. complete: its slice is the whole sum then."""
+    """A bucket whose gradients are being summed. window: what is sent, None for the slice itself. add: to the sum of
+    earlier rounds, which `staged` holds. complete: the slice is the whole sum afterwards."""
 
     bucket: Bucket
     window: Tensor | None
@@ -40,25 +40,25 @@ class InFlight:
 
 
 class Gradients(Protocol):
-    """The memory of gradients on their way."""
+    """The memory of gradients until they are reduced."""
 
     def view(self, slot: Slot) -> Tensor:
-        """Where the parameter's gradient goes, in its shape; undefined until the first contribution is written."""
+        """Returns the memory of a parameter's gradient, in its shape; undefined until the first contribution."""
 
     def missing(self, slot: Slot, bucket: Bucket) -> None:
-        """The parameter gets no gradient: in this bucket it counts as zero."""
+        """Sets the gradient of a parameter that got none to zero in this bucket."""
 
     def leave(self, bucket: Bucket) -> Tensor:
-        """The bucket's gradients [last - first]; padding is zero. What comes for the bucket now is the next round's."""
+        """Returns the bucket's gradients [last - first]; padding is zero. Later ones belong to the next round."""
 
     def left(self, window: Tensor) -> None:
-        """A window that has left is needed no more."""
+        """Releases a window that was sent."""
 
     def reset(self) -> None:
-        """Forgets what was written: a step was given up."""
+        """Discards what was written, after an aborted step."""
 
     def trim(self) -> None:
-        """Frees what is not in use."""
+        """Frees buffers that are not in use."""
 
 
 class FullGradients:
@@ -79,47 +79,47 @@ class FullGradients:
         return bucket.group.grads[bucket.first : bucket.last]
 
     def left(self, window: Tensor) -> None:
-        """Nothing: the buffer stays."""
+        """Does nothing: the buffer stays."""
 
     def reset(self) -> None:
-        """Nothing: the first contribution overwrites."""
+        """Does nothing: the first contribution overwrites."""
 
     def trim(self) -> None:
-        """Nothing: all of it is."""
+        """Does nothing: all of it is in use."""
 
 
 class BucketGradients:
-    """Gradients in full for the buckets that are under way only (stages 2 and 3).
+    """Gradients in full for the buckets that are being filled or reduced only (stages 2 and 3).
 
-    A bucket's buffer is taken when the first gradient for it comes, and given back when it has left; buffers are used
-    again. A parameter that lies in several buckets gets a buffer of its own, and its buckets get their parts as they
-    leave. So memory is the open buckets and the largest single gradient, however large the model. With an arena (see
-    `Policy`) those large ones are used again too: once every bucket was under way, nothing is allocated any more.
+    A bucket takes a buffer when its first gradient comes, and releases it after it was sent; buffers are reused. A
+    parameter that lies in several buckets gets a buffer of its own, from which its buckets take their parts when they
+    are sent. So memory is that of the open buckets and of the largest single gradient, however large the model. With
+    an arena (see `Policy`) the large buffers are reused too: after every bucket was in use once, nothing is allocated.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.dtype, self.arena = layout.policy.grad_dtype, layout.policy.arena
-        self._storages: dict[Slot, list[Bucket]] = {}
+        self._buckets_of: dict[Slot, list[Bucket]] = {}
         for bucket in layout.buckets:
             for slot in bucket.slots():
-                self._storages.setdefault(slot, []).append(bucket)
+                self._buckets_of.setdefault(slot, []).append(bucket)
         self._gaps = {bucket: _gaps(bucket) for bucket in layout.buckets}
-        self._cut_slots = {b: [s for s in b.slots() if len(self._storages[s]) > 1] for b in layout.buckets}
+        self._cut_slots = {b: [s for s in b.slots() if len(self._buckets_of[s]) > 1] for b in layout.buckets}
         self._open: dict[Bucket, Tensor] = {}
         self._cut: dict[Slot, Tensor] = {}
-        self._to_leave: dict[Slot, int] = {}  # of a cut gradient: buckets that have not left
+        self._to_leave: dict[Slot, int] = {}  # of a cut gradient: buckets not sent yet
         self._free: list[Tensor] = []
-        self._passing: set[int] = set()  # buffers that are not used again
-        self._users: dict[int, int] = {}  # of a buffer: whoever fills it, and windows of it that have not left
+        self._temporary: set[int] = set()  # buffers that are not reused
+        self._users: dict[int, int] = {}  # of a buffer: who fills it, and its windows not released yet
 
     def view(self, slot: Slot) -> Tensor:
-        storages = self._storages.get(slot, [])
-        if len(storages) == 1:
-            at = slot.first - storages[0].first
-            return self._window(storages[0])[at : at + slot.param.numel()].view(slot.param.shape)
+        buckets = self._buckets_of.get(slot, [])
+        if len(buckets) == 1:
+            at = slot.first - buckets[0].first
+            return self._window(buckets[0])[at : at + slot.param.numel()].view(slot.param.shape)
         if slot not in self._cut:
-            self._cut[slot] = self._take(slot.param.numel(), slot.param.device, passing=not self.arena)
-            self._to_leave[slot] = len(storages)
+            self._cut[slot] = self._take(slot.param.numel(), slot.param.device, temporary=not self.arena)
+            self._to_leave[slot] = len(buckets)
         return self._cut[slot][: slot.param.numel()].view(slot.param.shape)
 
     def missing(self, slot: Slot, bucket: Bucket) -> None:
@@ -152,9 +152,9 @@ class BucketGradients:
         self._users[id(buffer)] -= 1
         if not self._users[id(buffer)]:
             del self._users[id(buffer)]
-            if id(buffer) not in self._passing:
+            if id(buffer) not in self._temporary:
                 self._free.append(buffer)
-            self._passing.discard(id(buffer))
+            self._temporary.discard(id(buffer))
 
     def reset(self) -> None:
         for window in (*self._open.values(), *self._cut.values()):
@@ -175,21 +175,21 @@ class BucketGradients:
             self._open[bucket] = window
         return self._open[bucket]
 
-    def _take(self, size: int, device: torch.device, passing: bool = False) -> Tensor:
-        """The smallest free buffer that is large enough, or a new one."""
-        fitting = [n for n, buffer in enumerate(self._free) if len(buffer) >= size and not passing]
+    def _take(self, size: int, device: torch.device, temporary: bool = False) -> Tensor:
+        """Returns the smallest free buffer that is large enough, or a new one."""
+        fitting = [n for n, buffer in enumerate(self._free) if len(buffer) >= size and not temporary]
         if fitting:
             buffer = self._free.pop(min(fitting, key=lambda n: len(self._free[n])))
         else:
             buffer = torch.empty(size, dtype=self.dtype, device=device)
         self._users[id(buffer)] = 1
-        if passing:
-            self._passing.add(id(buffer))
+        if temporary:
+            self._temporary.add(id(buffer))
         return buffer
 
 
 def _gaps(bucket: Bucket) -> list[tuple[int, int]]:
-    """The stretches of a bucket's window that no parameter covers."""
+    """Returns the ranges of a bucket's window that no parameter covers."""
     gaps, at = [], bucket.first
     for slot in bucket.slots():
         if slot.first > at:
@@ -201,15 +201,15 @@ def _gaps(bucket: Bucket) -> list[tuple[int, int]]:
 
 
 def early_sum(bucket: Bucket) -> tuple[Axis, ...]:
-    """The sum that may leave while backward runs: over data ranks, whose buckets are the same.
+    """Returns the axis whose sum may begin while backward runs: that of data ranks, which have the same buckets.
 
-    Tensor ranks need not cut alike (their vocabulary shards differ in size), and their layers talk on the same axis
-    all the while: a sum over them that leaves at the first chance would meet another message on another rank.
+    Tensor ranks may have other buckets (their vocabulary shards differ in size), and their layers communicate on the
+    same axis during backward: a sum that begins as soon as it is ready could pair with another collective there.
     """
     first = bucket.group.sums[:1]
     return first if bucket.group.shard.size == 1 and first and first[0].label == "dp" else ()
 
 
 def later_sums(bucket: Bucket) -> tuple[Axis, ...]:
-    """The sums that are left after the one a bucket starts with."""
+    """Returns the axes to sum over after `early_sum`."""
     return bucket.group.sums[len(early_sum(bucket)) :]

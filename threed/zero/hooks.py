@@ -1,15 +1,15 @@
-"""ZeRO for modules that know nothing of it: parameters of a wrapped module are gathered when they are used.
+"""ZeRO-3 for wrapped modules: hooks that gather the parameters of any nn.Module when they are used.
 
     hooks = Hooks(module, units, layout, gatherer, reducer, prefetch)
     hooks.pass_ended()          after each backward, and after a forward that none follows
 
-A parameter is used in two ways, and both are seen. In a forward somebody takes it from the module that has it: the
-module's table of parameters gathers what is taken, wherever that happens; a unit gathers all it has when it is called,
-and releases it when it returns. In a backward autograd asks for what it saved: tensors that look into a gathered buffer
-are packed together with the group they belong to, and gathered again before they are handed out. A group is released
-when the gradients of all its parameters have come, and else when it has not been asked for in a while, or at the end.
+A parameter is used in two ways, and the hooks see both. In a forward it is read as an attribute of its module: the
+module's table of parameters gathers it then, wherever that happens; a unit gathers all its parameters when it is
+called, and releases them when it returns. In a backward autograd unpacks what it saved: saved tensors that are views of
+a gathered buffer are packed with their group, which is gathered again before they are returned. A group is released
+when the gradients of all its parameters have come, or when it has not been used for a while, or at the end.
 
-What comes next is what came next the last time: that is gathered ahead. A wrong guess costs its bytes and nothing else.
+Groups are gathered ahead in the order of the last pass. A wrong prediction costs its bytes and nothing else.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from threed.zero.gather import Gatherer
 from threed.zero.layout import Group, Layout, Slot
 from threed.zero.reducer import Reducer
 
-BACKWARD, AHEAD = -1, -2  # who holds a group, beside the depth of the calls that do
-RECENT = 3  # groups that stay whole in a backward though none of their gradients comes
+BACKWARD, AHEAD = -1, -2  # holders beside the depth of calls
+RECENT = 3  # groups that stay whole in a backward although not all of their gradients come
 
 
 class Trace:
-    """The order in which a pass used groups; the next pass is expected to use them in the same one."""
+    """The order in which a pass used groups, as a prediction for the next pass."""
 
     def __init__(self) -> None:
         self._seen: list[Group] = []
@@ -41,11 +41,11 @@ class Trace:
 
     @property
     def last(self) -> Group | None:
-        """What the last pass ended with."""
+        """The group that the last pass used last."""
         return self._before[-1] if self._before else None
 
     def note(self, group: Group, ahead: int) -> list[Group]:
-        """Takes notice of a use; gives the next `ahead` groups, if the last pass is a guide."""
+        """Records a use; returns the next `ahead` groups, as far as the last pass predicts them."""
         if self._seen and self._seen[-1] is group:
             return []
         self._seen.append(group)
@@ -55,7 +55,7 @@ class Trace:
         return self._before[self._at : self._at + ahead]
 
     def end(self) -> None:
-        """The pass is over."""
+        """Ends the pass."""
         if self._seen:
             self._before, self._seen, self._at = self._seen, [], 0
 
@@ -69,10 +69,10 @@ class Hooks:
     ) -> None:  # fmt: skip
         self.gatherer, self.prefetch = gatherer, prefetch
         self.forwards, self.backwards = Trace(), Trace()
-        self._calls: list[list[Group]] = []  # the groups that each call under way holds
+        self._calls: list[list[Group]] = []  # the groups that each running call holds
         self._recent: list[Group] = []
-        self._node: Any = None  # the autograd node that runs, and what it was given
-        self._given: set[Group] = set()
+        self._node: Any = None  # the running autograd node, and the groups it uses
+        self._in_use: set[Group] = set()
         self._saving: Any = None
         self._group_of_storage: dict[int, Group] = {}
         self._group_of_slot: dict[Slot, Group] = {}
@@ -87,7 +87,7 @@ class Hooks:
         if all(unit.module is not module for unit in units):
             self._install(module, None)
         if self._group_of_slot:
-            reducer.listener = self._gradient_came
+            reducer.listener = self._on_gradient
             reducer.gather_order = lambda: gatherer.order
 
     def _install(self, module: nn.Module, unit: int | None) -> None:
@@ -97,7 +97,7 @@ class Hooks:
     # -------------------------------------------------------------------------------------------------------- forward
 
     def _enter(self, unit: int | None) -> None:
-        if not self._group_of_slot:  # what stays whole is waited for where it is taken
+        if not self._group_of_slot:  # parameters that stay whole are waited for when they are read
             return
         if not self._calls and not in_backward():
             self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -107,8 +107,8 @@ class Hooks:
             self.taken(group)
 
     def taken(self, group: Group) -> None:
-        """A parameter of the group is about to be used. Outside of a forward and a backward nothing is gathered: its
-        values are `Engine.full_state_dict`'s."""
+        """Gathers a group, one of whose parameters is about to be used. Outside of a forward and a backward it gathers
+        nothing: `Engine.full_state_dict` gives the values."""
         if self._calls:
             if group not in self._calls[-1]:
                 self._calls[-1].append(group)
@@ -120,14 +120,14 @@ class Hooks:
         if not self._calls:
             return
         depth, held = len(self._calls), self._calls.pop()
-        handed_on = self._groups_in(output)
+        returned = self._groups_in(output)
         for group in held:
             stays = in_backward() or (torch.is_grad_enabled() and group is self.forwards.last)
-            if group in handed_on and self._calls:  # the caller has it now
+            if group in returned and self._calls:  # the caller holds it now
                 if group not in self._calls[-1]:
                     self._calls[-1].append(group)
                     self.gatherer.open(group, depth - 1)
-            elif stays or group in handed_on:  # a recompute, whose backward follows, or where the backward will begin
+            elif stays or group in returned:  # a recompute, whose backward follows; or where the backward begins
                 self.gatherer.open(group, BACKWARD)
             self.gatherer.close(group, depth)
         if not self._calls and self._saving is not None:
@@ -136,13 +136,13 @@ class Hooks:
             self.forwards.end()
 
     def _groups_in(self, output: Any) -> set[Group]:
-        """The groups whose parameters, or views of them, a module returns."""
+        """Returns the groups whose parameters, or views of them, are in a module's output."""
         tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.device.type != "meta")
         found = (self._group_of_storage.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         return {group for group in found if group is not None}
 
     def _hold(self, group: Group, holder: int) -> None:
-        """Makes a group whole, and begins to gather those that come next."""
+        """Gathers a group, and begins to gather those predicted next."""
         self.gatherer.open(group, holder)
         following = (self.backwards if in_backward() else self.forwards).note(group, self.prefetch)
         self.gatherer.wait(group)
@@ -164,20 +164,20 @@ class Hooks:
         return tensor
 
     def _use(self, group: Group) -> None:
-        """A group is asked for in a backward. What the node that runs now was given stays."""
+        """Gathers a group in a backward; the groups that the running node uses stay whole."""
         node = torch._C._current_autograd_node()
         if node is not self._node:
-            self._node, self._given = node, set()
-        self._given.add(group)
+            self._node, self._in_use = node, set()
+        self._in_use.add(group)
         if not (self._recent and self._recent[-1] is group and self.gatherer.is_open(group)):
             self._hold(group, BACKWARD)
             self._recent = [*(other for other in self._recent if other is not group), group]
-            old = [other for other in self._recent[:-RECENT] if other not in self._given]
+            old = [other for other in self._recent[:-RECENT] if other not in self._in_use]
             for other in old:
                 self.gatherer.close(other, BACKWARD)
             self._recent = [other for other in self._recent if other not in old]
 
-    def _gradient_came(self, slot: Slot) -> None:
+    def _on_gradient(self, slot: Slot) -> None:
         group = self._group_of_slot.get(slot)
         if group is None:
             return
@@ -188,14 +188,14 @@ class Hooks:
             self.gatherer.close(group, BACKWARD)
 
     def pass_ended(self) -> None:
-        """Nothing more is used in this pass."""
+        """Ends a pass: releases all groups."""
         self.backwards.end()
         self._recent.clear()
         self._due.clear()
-        self._node, self._given = None, set()
+        self._node, self._in_use = None, set()
         self.gatherer.release_all()
 
 
 def in_backward() -> bool:
-    """Whether this runs inside autograd's engine."""
+    """Returns whether the caller runs inside autograd's engine."""
     return bool(torch._C._current_graph_task_id() != -1)

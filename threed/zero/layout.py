@@ -1,18 +1,18 @@
-"""Units, groups, buckets: where every parameter of a pipeline stage lies, and who owns which slice of it.
+"""Units, groups, buckets: where every parameter of a pipeline stage lies, and which rank owns which slice of it.
 
     layout = build(units, tied, topology, policy)
-    unit    a pipeline layer, or a module of a wrapped model: what is gathered and released together
-    group   a flat buffer of parameters that are treated alike: same rate and decay, same axes to sum gradients over
+    unit    a pipeline layer, or a module of a wrapped model; its parameters are gathered and released together
+    group   a flat buffer of parameters with the same options (rate, decay) and the same axes to sum gradients over
     bucket  a window of at most `bucket-mib` on a group; it may cut parameters
     slice   the part of a bucket that this rank owns: the r-th of its shard group S
 
-Parameters lie in backward order, so that buckets complete one after the other while backward runs. What DESIGN calls
-the axes of a run are here properties of a group: a bucket then needs one collective per axis, one optimizer launch and
-one decision about who counts it in the norm. And with uneven vocabulary shards only parameters of one shape on all
-tensor ranks may share a buffer with a tensor-parallel sum: else slices would not line up.
+Parameters lie in backward order, so that buckets complete one after the other while backward runs. The axes are those
+of a group, not of a parameter: so a bucket needs one collective per axis, one call of the optimizer's rule and one
+decision about which rank counts it in the norm. With uneven vocabulary shards, only parameters that have one shape on
+all tensor ranks may share a buffer with a tensor-parallel sum: else slices would not align.
 
-The ZeRO stages (arXiv 1910.02054) differ in what of a group exists in full. Stage 3 has groups of its own for each
-unit, so that one can be whole while the others are slices; small parameters stay whole, as under stage 2.
+The ZeRO stages (arXiv 1910.02054) differ in what of a group exists in full. Under stage 3 each unit has groups of its
+own, so that one can be whole while the others are slices; small parameters stay whole, as under stage 2.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from threed.planner.cut import Tie
 from threed.sharding import Piece, ShardSpec, attach, spec_of
 from threed.topology import Axis, Topology
 
+CPU = torch.device("cpu")
 ALIGN = 32  # elements: every parameter starts on a 64-byte line or better
-PIECES, SMALLEST = 8, 2**18  # a group is at least so many buckets, unless they had fewer than so many elements
+PIECES, SMALLEST = 8, 2**18  # a group has at least PIECES buckets, unless they had fewer than SMALLEST elements
 
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What a parameter group has of its own: a factor on the learning rate, and the weight decay."""
+    """The options of a parameter group: a factor on the learning rate, and the weight decay."""
 
     factor: float = 1.0
     decay: float = 0.0
@@ -46,11 +47,11 @@ class Policy:
     """How a stage's parameters are laid out.
 
     stage: of ZeRO, 0 to 3. shard: the axis S that slices are spread over. replicas: the axis R of ranks that hold the
-    same slice. resident: parameters with fewer elements stay whole under stage 3. rates: of a parameter. arena: the
-    buffers of gradients on their way are kept from step to step, also under stage 3.
-    params_tier: where slices of parameters live under stage 3, and optimizer_tier: where the optimizer's state and,
-    from stage 2 on, slices of gradients do; by default on the device. With a tier of their own, they are slices also
-    on one rank alone. host: where such a tier's values are worked on.
+    same slice. resident: parameters with fewer elements stay whole under stage 3. options: of the group of a
+    parameter. arena: gradient buffers are kept from step to step, also under stage 3.
+    params_tier: stores slices of parameters under stage 3. optimizer_tier: stores the optimizer's state and, from
+    stage 2 on, slices of gradients. By default both are on the device. With a tier, they are slices also on one rank.
+    host: where a tier's values are worked on.
     """
 
     stage: int
@@ -64,7 +65,7 @@ class Policy:
     arena: bool = False
     params_tier: Tier | None = None
     optimizer_tier: Tier | None = None
-    host: torch.device = torch.device("cpu")
+    host: torch.device = CPU
 
     @property
     def drives(self) -> set[Drive]:
@@ -77,33 +78,33 @@ class Policy:
         return self.stage >= 2 and (self.shard.size > 1 or self.optimizer_tier is not None)
 
     def slices_parameter(self, param: nn.Parameter) -> bool:
-        """Whether a parameter is whole only while it is used (stage 3)."""
+        """Returns whether a parameter is whole only while it is used (stage 3)."""
         spread = self.shard.size > 1 or self.params_tier is not None
-        whole = param.numel() * spec_of(param).tile[1]  # tiles go as what they are tiles of
+        whole = param.numel() * spec_of(param).tile[1]  # of the whole matrix, for a tile
         return self.stage == 3 and spread and whole >= max(self.resident, 1)
 
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What parameters must have in common to share a flat buffer."""
+    """The properties that all parameters of a group share."""
 
     options: GroupOptions
     trainable: bool
     replicated: str | None
     partial: str | None
-    tied: tuple[int, ...]  # the pipeline stages that hold a copy of it, when there are several
+    tied: tuple[int, ...]  # the pipeline stages that hold a copy, if several do
     units: tuple[int, ...] | None  # the units that gather it, where it is kept as slices
-    layers: tuple[int, ...] = ()  # where it is tied and kept as slices: all layers of the model that use it
-    tile: str | None = None  # its name, where it is a tile: gathered by itself, while its layer uses it
-    chunks: tuple[int, ...] = (0,)  # of this rank's chunks of the model, those that use it
+    layers: tuple[int, ...] = ()  # of a tied and sliced one: all layers of the model that use it
+    tile: str | None = None  # the name of a tile, which is gathered by itself while its layer uses it
+    chunks: tuple[int, ...] = (0,)  # this rank's chunks of the model that use it
 
 
 @dataclass(eq=False)
 class Slot:
     """A parameter and its place in its group: elements [first, last) of the flat buffer.
 
-    places: the modules and attributes it sits in, one a use. units: the numbers of the units (layers) that use it.
-    varies: whether one of these says that it does not always run equally often.
+    places: the modules and attributes that hold it, one for each use. units: the numbers of the units (layers) that use
+    it. varies: whether one of these declares that it does not always run equally often.
     """
 
     param: nn.Parameter
@@ -115,12 +116,12 @@ class Slot:
     last: int = 0
 
     def settle(self, storage: Tensor) -> None:
-        """Returns the parameter its storage: a view of a flat buffer, in every place it sits.
+        """Points the parameter at its view of a flat buffer, in every place that holds it.
 
         A parameter with values stays the same object, for others may refer to it; one on the meta device is replaced.
         """
-        # `.data`: a version counter of its own. Else a gather that ends during the forward pass, of another bucket of
-        # the same buffer, makes autograd think that a weight it has saved was changed.
+        # `.data` has a version counter of its own. Otherwise the gather of another bucket of the same buffer, when it
+        # ends during the forward, makes autograd believe that a weight it has saved was changed.
         if self.param.device.type != "meta":
             self.param.data = storage.data
             return
@@ -131,7 +132,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Run:
-    """A stretch of one piece in a bucket slice: elements [first, last) of the piece, at `offset` of the slice."""
+    """A contiguous part of a piece in a bucket slice: elements [first, last) of the piece, at `offset` of the slice."""
 
     piece: Piece
     first: int
@@ -143,7 +144,7 @@ class Run:
 class Bucket:
     """The window [first, last) of a group's buffer; this rank owns [own_first, own_last) of it.
 
-    storage: of this rank's slice of the parameters, in the compute dtype; grad: of its slice of the gradients.
+    storage: holds this rank's slice of the parameters, in the compute dtype. grad: holds its slice of the gradients.
     """
 
     group: Group
@@ -165,7 +166,7 @@ class Bucket:
         return self.storage.tensor if isinstance(self.storage, InMemory) else None
 
     def runs(self) -> Iterator[Run]:
-        """The runs of this rank's slice, in storage order; padding belongs to none."""
+        """Yields the runs of this rank's slice, in the order of the buffer; padding belongs to none."""
         for slot in self.group.slots:
             for piece in slot.spec.pieces:
                 at = slot.first + piece.offset
@@ -174,7 +175,7 @@ class Bucket:
                     yield Run(piece, lo - at, hi - at, lo - self.own_first)
 
     def slots(self) -> list[Slot]:
-        """The parameters that lie in this bucket, wholly or in part."""
+        """Returns the parameters that lie in this bucket, wholly or in part."""
         return [slot for slot in self.group.slots if slot.first < self.last and slot.last > self.first]
 
 
@@ -183,9 +184,9 @@ class Group:
     """A flat buffer of parameters [numel], in the compute dtype.
 
     shard: the axis S that slices are spread over. sums: the axes a slice's gradient is summed over after that.
-    owned: whether this rank's slice is the one copy that counts (gradient norm, checkpoint).
-    params: all of them; of a sliced group it has memory only while the group is gathered. grads: all gradients, in
-    their dtype, where they are kept in full, else [0].
+    owned: whether this rank's slice, among its replicas, is the one that counts (gradient norm, checkpoint).
+    params: the buffer; that of a sliced group has memory only while it is gathered. grads: all gradients, in their
+    dtype, where they are kept in full, else [0].
     """
 
     key: GroupKey
@@ -210,15 +211,15 @@ class Group:
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
     def view(self, slot: Slot, buffer: Tensor) -> Tensor:
-        """The parameter's part of a flat buffer, in its shape."""
+        """Returns the parameter's part of a flat buffer, in its shape."""
         return buffer[slot.first : slot.last].view(slot.param.shape)
 
     def allocate(self) -> None:
-        """Returns `params` its memory; what is in it is undefined."""
+        """Allocates the memory of `params`; its values are undefined."""
         self.params.untyped_storage().resize_(self.numel * self.params.element_size())
 
     def free(self) -> None:
-        """Takes the memory of `params` away; every view of it stays, and is valid again after `allocate`."""
+        """Frees the memory of `params`; its views stay, and are valid again after `allocate`."""
         self.params.untyped_storage().resize_(0)
 
 
@@ -241,7 +242,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that parameters, and the buffers of a drive, take between steps."""
+        """Bytes of memory that parameters, and a drive's buffers, take between steps."""
         buffers = sum(drive.nbytes * drive.count for drive in self.policy.drives)
         return buffers + sum(group.nbytes for group in self.groups)
 
@@ -258,7 +259,7 @@ class HasModules(Protocol):
 
 
 def collect(units: Sequence[HasModules]) -> list[Slot]:
-    """Every parameter of the units once, in forward order, with the units that use it.
+    """Returns every parameter of the units once, in forward order, with the units that use it.
 
     Parameters with the same name are one (tied weights).
     """
@@ -280,10 +281,10 @@ def build(
 ) -> Layout:  # fmt: skip
     """Lays the parameters of a stage out, allocates their buffers, and points every parameter into them.
 
-    units: the rank's layers, on the meta device. chunks: which of its chunks of the model each is in, by default all in
-    one; chunks have buffers of their own, for each of them is reduced when its own backwards are over. tied: by name
-    the parameters that several stages hold. Their groups come last, and they and what is in them in one order that all
-    stages share, however each of them uses them: so slices line up, and sums over stages meet.
+    units: the rank's layers, on the meta device. chunks: the chunk of the model that each is in, by default all in one;
+    chunks have buffers of their own, since each is reduced when its own backwards have ended. tied: by name, the
+    parameters that several stages hold. Their groups come last; groups and slots are in an order that all stages
+    share, however each stage uses them: so slices align, and sums over stages are called in the same order.
     """
     keys: dict[GroupKey, list[Slot]] = {}
     for slot in _backward_order(collect(units), tied):
@@ -307,7 +308,7 @@ def build(
 
 
 def _backward_order(slots: list[Slot], tied: Mapping[str, Tie]) -> list[Slot]:
-    """Slots as backward completes them, and then the tied ones, the last tie first."""
+    """Returns slots in the order in which backward completes them, then the tied ones, the last tie first."""
     shared = [slot for slot in slots if slot.spec.name in tied]
     own = [slot for slot in slots if slot.spec.name not in tied]
     return [*reversed(own), *sorted(shared, key=lambda slot: -tied[slot.spec.name].number)]
@@ -351,7 +352,7 @@ def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
 
 def _windows(group: Group, elements: int) -> Iterator[Bucket]:
     granule = group.shard.size * ALIGN
-    if group.key.units is None:  # a unit's groups are pieces already
+    if group.key.units is None:  # a unit's groups are small already
         elements = min(elements, max(group.numel // PIECES, SMALLEST))
     step = max(granule, elements // granule * granule)
     for first in range(0, group.numel, step):
@@ -362,7 +363,7 @@ def _windows(group: Group, elements: int) -> Iterator[Bucket]:
 
 
 def _completion_order(groups: list[Group]) -> list[Bucket]:
-    """Buckets by the earliest unit they hold, last first: a bucket is complete when its earliest unit's backward is."""
+    """Sorts buckets by their earliest unit, last first: a bucket is complete when that unit's backward is."""
     buckets = [bucket for group in groups for bucket in group.buckets]
     earliest = [min((min(slot.units) for slot in bucket.slots()), default=-1) for bucket in buckets]
     return [buckets[i] for i in sorted(range(len(buckets)), key=lambda i: -earliest[i])]

@@ -20,9 +20,9 @@ SHAPES: dict[str, Shape] = {
 
 
 def schedule(name: str, lr: float, min_lr: float, warmup: int, steps: int) -> Callable[[Tensor], Tensor]:
-    """The learning rate of the next update, given how many were done (a scalar tensor, fp64).
+    """Returns a function from the updates done so far (a scalar tensor, fp64) to the learning rate of the next one.
 
-    Rises linearly over `warmup` updates to `lr`, then follows the named shape down to `min_lr` at `steps`.
+    The rate rises linearly over `warmup` updates to `lr`, then follows the named shape down to `min_lr` at `steps`.
     """
     shape = SHAPES[name]
 

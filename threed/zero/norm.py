@@ -1,4 +1,4 @@
-"""The global gradient norm: every real element once, over all axes."""
+"""The global gradient norm: counts every element once over all axes, and no padding."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from threed.zero.layout import Bucket
 
 
 def squares(part: Tensor) -> Tensor:
-    """The sum of the squares of a slice of gradients, fp64 scalar."""
+    """Returns the sum of the squares of a slice of gradients, fp64 scalar."""
     return torch.linalg.vector_norm(_rows(part), dim=1, dtype=_wide(part)).double().square().sum()
 
 
 def sum_of_squares(parts: Sequence[Tensor], buckets: Sequence[Bucket], device: torch.device) -> Tensor:
-    """This rank's share of the squared norm, and whether any gradient it holds is not finite (1.0): fp64 [2].
+    """Returns this rank's share of the squared norm, and whether any gradient it holds is not finite (1.0): fp64 [2].
 
-    parts: the squares of each bucket's slice. A bucket counts where its slice is the one copy that does: on the first
-    of the ranks that replicate it, and on the first stage that holds a tied weight. A copy that does not count must be
-    finite all the same. Padding is zero.
+    parts: the squares of each bucket's slice. A bucket counts on its owner: the first of the ranks that replicate it,
+    and the first stage that holds a tied weight. The other copies are only checked to be finite. Padding is zero.
     """
     total, others = torch.zeros(2, dtype=torch.float64, device=device).unbind()
     for part, bucket in zip(parts, buckets, strict=True):
@@ -31,7 +30,7 @@ def sum_of_squares(parts: Sequence[Tensor], buckets: Sequence[Bucket], device: t
 
 
 def _rows(part: Tensor) -> Tensor:
-    """A slice as rows of at most 1024: one fp32 sum over 16 million elements is off by 6e-4, sums of rows by 5e-10."""
+    """Reshapes a slice to rows of at most 1024: an fp32 sum of 16 million terms is off by 6e-4, of rows by 5e-10."""
     return part.reshape(-1, math.gcd(part.numel(), 1024))
 
 

@@ -1,12 +1,12 @@
 """The ZeRO optimizer (arXiv 1910.02054): each rank updates the slices it owns and gathers the rest.
 
-    step(gradients, carry) :  norm over everything -> clip factor and skip flag -> bucket by bucket: the rule (AdamW,
-                              SGD, Lion) on the slice, the slice to the parameters, their gather begun
+    step(gradients, carry) :  global norm -> clip factor and skip flag -> bucket by bucket: apply the rule (AdamW, SGD,
+                              Lion) to the slice, copy it to the parameters, begin to gather them
 
-Slices are on staged from where they live: while a bucket is updated, the next one comes and the one before goes back.
-From a drive, every second update runs the other way and begins with what the one before it left in idle buffers.
-Nothing here reads a tensor's value on the host, as long as the state is on the device: norm, clip factor, skip flag,
-loss scale and learning rate stay tensors. State that lives elsewhere is updated by the host, which then needs them.
+Slices are staged from their storages: while one bucket is updated, the next is read and the previous one written. With
+state on a drive, every second update runs in reverse order and begins with what the previous one left in idle buffers.
+While the state is on the device, nothing here reads a tensor's value on the host: norm, clip factor, skip flag, loss
+scale and learning rate stay tensors. Offloaded state is updated by the host, which has to read them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from threed.zero.unused import Stretch, Unused
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """What a step found out, as scalar tensors: the gradient norm before clipping, the learning rate used, the loss
-    scale of its backward, whether the step was skipped (1.0), and the sums it was asked to carry along."""
+    """The results of a step, as scalar tensors: the gradient norm before clipping, the learning rate used, the loss
+    scale of its backward, whether the step was skipped (1.0); and the sums over all ranks of its `carry` [k]."""
 
     grad_norm: Tensor
     lr: Tensor
@@ -57,12 +57,12 @@ class Update:
 
 
 class Optimizer:
-    """A rule over the buckets of a layout.
+    """Applies a rule to the buckets of a layout.
 
-    learning_rate: from the number of updates done (a tensor) to a learning rate (a tensor). grad_clip: the largest
-    norm a step may have, 0 for no clipping. everyone: the axis of all ranks, for the norm. loss_scale: what gradients
-    come multiplied with. delayed: an update runs while the next step does, which sees the weights before it. device:
-    where the layers run.
+    learning_rate: maps the number of updates done (a tensor) to a learning rate (a tensor). grad_clip: the largest
+    norm a step may have, 0 for no clipping. everyone: the axis of all ranks, for the norm. loss_scale: the factor in
+    the gradients. delayed: the update runs during the next step, which uses the weights from before it. device: where
+    the layers run.
     """
 
     def __init__(
@@ -79,24 +79,24 @@ class Optimizer:
         self.on_host = not (layout.policy.optimizer_tier is None and layout.policy.params_tier is None)
         self.delayed = ThreadPoolExecutor(1, "delayed-update") if delayed else None
         self._under_way: Future[None] | None = None
-        self._torn = False  # whether a change of states began and did not end
+        self._torn = False  # a change of states began and did not end
         self.updates = torch.zeros((), dtype=torch.float64, device=device)  # done so far; a skipped step is none
         self.skips = torch.zeros((), dtype=torch.float64, device=device)
         self.scaler = Scaler(loss_scale, device)
-        self.unused: Unused | None = None  # of a wrapped module
+        self.unused: Unused | None = None  # set for a wrapped module
         self._stretches: dict[Bucket, list[Stretch]] = {}
 
     def step(self, gradients: Sequence[Gradient], carry: Tensor) -> Update:
-        """One update from every bucket's slice of the summed gradients.
+        """Updates the weights from every bucket's slice of the summed gradients.
 
-        carry: fp64 [k], numbers of this rank (its loss) that are summed over all ranks in the same message.
+        carry: fp64 [k], numbers of this rank (its loss), summed over all ranks in the same all-reduce as the norm.
         """
         self.finish_delayed()
         self._stretches = {} if self.unused is None else self.unused.stretches
         found = [gradient.squares for gradient in gradients]
         mine = torch.cat((sum_of_squares(found, self.layout.buckets, carry.device), carry))
         sums = collectives.sum_of_scalars(mine, self.everyone)
-        scale = self.scaler.scale.clone()  # that of this step's backward
+        scale = self.scaler.scale.clone()  # of this step's backward
         norm = sums[0].sqrt() / scale
         skip = ((sums[1] > 0) | ~torch.isfinite(norm)).double()
         clip = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0) if self.grad_clip else torch.ones_like(norm)
@@ -136,17 +136,17 @@ class Optimizer:
     def _update(
         self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, publish: bool, keep: bool
     ) -> None:
-        """One bucket's update; the parameters get the new weights in the same pass where they are at hand."""
-        rates = state.bucket.group.key.options
-        if rates.factor != 1.0:
-            now = StepScalars(now.lr * rates.factor, now.step, now.scale, now.skip)
+        """Updates one bucket; parameters on the same device are written in the same pass."""
+        options = state.bucket.group.key.options
+        if options.factor != 1.0:
+            now = StepScalars(now.lr * options.factor, now.step, now.scale, now.skip)
         gradient, weight, *moments = (buffers[part].wait() for part in (GRADIENT, *state.storages))
         storage = state.bucket.storage
         beside = publish and not state.shared and storage.device == weight.device
         if beside:
             buffers[PARAMETER] = storage.empty()
         out = buffers[PARAMETER].values if beside else None
-        self._apply_rule(state, (weight, gradient.to(weight.device), *moments), now, rates.decay, out)
+        self._apply_rule(state, (weight, gradient.to(weight.device), *moments), now, options.decay, out)
         buffers.pop(GRADIENT).drop()
         if beside:
             buffers.pop(PARAMETER).store()
@@ -158,7 +158,7 @@ class Optimizer:
     def _apply_rule(
         self, state: State, values: Sequence[Tensor], now: StepScalars, decay: float, out: Tensor | None
     ) -> None:
-        """The rule on a slice; on each stretch by itself where some were never used, or count from a later update."""
+        """Applies the rule to a slice: in parts if some parameters are unused so far, or count their updates apart."""
         if state.bucket not in self._stretches:
             self.rule.update(values[0], values[1], values[2:], now, decay, out)
         for first, last, since in self._stretches.get(state.bucket, ()):
@@ -171,17 +171,17 @@ class Optimizer:
                 new.copy_(weight)
 
     def _publish(self, state: State, weight: Tensor) -> None:
-        """Puts a bucket's weights into the parameters, and begins to gather what stays whole."""
+        """Copies a bucket's weights to the parameters, and begins to gather those that stay whole."""
         if not state.shared:
             parameter = state.bucket.storage.empty()
             stay = isinstance(state.weight, InMemory) and isinstance(state.bucket.storage, InMemory)
-            parameter.values.copy_(weight, non_blocking=stay)  # else a buffer is used again, or written from, at once
+            parameter.values.copy_(weight, non_blocking=stay)  # else one of the buffers is reused, or written, at once
             parameter.store()
         self.gatherer.publish(state.bucket)
 
     @contextmanager
     def held(self, state: State, parts: Iterable[str], write: bool = False) -> Iterator[dict[str, Tensor]]:
-        """Some parts of a bucket's state, to read, or to write: then what was written is kept, and published."""
+        """Yields some parts of a bucket's state to read; with `write` to change: then stores and publishes them."""
         buffers = state.fetch(parts)
         try:
             yield {part: staged.wait() for part, staged in buffers.items()}
@@ -193,20 +193,20 @@ class Optimizer:
         store_all(buffers) if write else drop_all(buffers)
 
     def finish_delayed(self) -> None:
-        """Waits for the update that runs beside the step, if there is one: then states are whole, parameters late."""
+        """Waits for a delayed update, if one is running: then the states are new, the parameters not yet."""
         if self._under_way is not None:
             self._under_way.result()
         self.check_whole()
 
     def flush(self) -> None:
-        """Makes what is at storage the newest there is, and frees the buffers of what was kept."""
+        """Writes the states that were kept in buffers to their storages, and releases the buffers."""
         self.finish_delayed()
         with self.changing():
             for state in self.states:
                 store_all(state.kept)
 
     def publish_delayed(self) -> None:
-        """Ends the update that runs beside the step, if there is one: parameters get its weights."""
+        """Waits for a delayed update, if one is running, and copies its weights to the parameters."""
         self.finish_delayed()
         if self._under_way is not None:
             self.let_device_read()
@@ -217,13 +217,13 @@ class Optimizer:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """What the block changes is whole again only when it ends; where it breaks off, only after a load."""
+        """Marks the states as inconsistent while the block changes them; they stay so, until a load, if it raises."""
         self._torn = True
         yield
         self._torn = False
 
     def check_whole(self) -> None:
-        """Raises RuntimeError when a change broke off in the middle."""
+        """Raises RuntimeError when a change of the states was interrupted."""
         if self._torn:
             raise RuntimeError(
                 "an update, or a load, broke off (see the first error): some values are a step older than others, and"
@@ -231,7 +231,7 @@ class Optimizer:
             )
 
     def discard(self) -> None:
-        """Everything is about to be overwritten: what an update left undone, or in buffers, matters no more."""
+        """Drops a delayed update and the states kept in buffers, before everything is overwritten."""
         if self._under_way is not None:
             wait((self._under_way,))
         self._under_way = None
@@ -240,12 +240,12 @@ class Optimizer:
             drop_all(state.kept)
 
     def let_device_read(self) -> None:
-        """Waits until a GPU has read what it was told to from the host's memory, which is about to change."""
+        """Waits until the GPU has finished its reads of host memory, which is about to change."""
         if self.on_host and self.updates.is_cuda:
             synchronize(self.updates.device)
 
     def settle(self) -> None:
-        """Waits until updates are done and in the parameters, and all that stay whole are."""
+        """Waits until updates are done, and the parameters that stay whole are gathered."""
         self.publish_delayed()
         self.gatherer.settle()
 

@@ -1,9 +1,9 @@
 """Gradients that come in another engine's backward: a generator's loss reaches the discriminator's weights.
 
-    with own_backward(reducer):      what comes in here is that reducer's; for others it stays in `.grad`, and adds up
-    left(slots)                      the parameters that have such a gradient
+    with own_backward(reducer):      gradients of that reducer's parameters go to it; all others add up in `.grad`
+    left(slots)                      returns the parameters that have such a gradient
 
-As in plain PyTorch it counts in the next step, unless `zero_grad` drops it before.
+As in plain PyTorch they count in the next step, unless `zero_grad` drops them before.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from threed.zero.layout import Slot
 
-_running: list[object] = []  # whose backward runs, the innermost last: autograd is one for all engines
+_running: list[object] = []  # owners of the running backwards, the innermost last; global, as autograd's engine is
 
 
 @contextmanager
 def own_backward(owner: object) -> Iterator[None]:
-    """The backwards in here are the owner's."""
+    """Marks the backwards in the block as the owner's."""
     _running.append(owner)
     try:
         yield
@@ -29,7 +29,7 @@ def own_backward(owner: object) -> Iterator[None]:
 
 
 def is_own(owner: object, slot: Slot) -> bool:
-    """Whether the backward that brings this parameter's gradient is the owner's. RuntimeError where it is nobody's."""
+    """Returns whether the backward that computes this gradient is the owner's. RuntimeError if it is no engine's."""
     if not _running:
         slot.param.grad = None
         raise RuntimeError(
@@ -40,12 +40,12 @@ def is_own(owner: object, slot: Slot) -> bool:
 
 
 def left(slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
-    """The parameters that have a gradient of another engine's backward, with it."""
+    """Returns the parameters that have a gradient of another engine's backward, with it."""
     return [(slot, slot.param.grad) for slot in slots if slot.param.grad is not None]
 
 
 def check_no_others(slots: Iterable[Slot]) -> None:
-    """Raises RuntimeError where another engine's loss scale would mix with this one's."""
+    """Raises RuntimeError where a gradient has another engine's loss scale."""
     for slot, _ in left(slots):
         raise RuntimeError(
             f"{slot.spec.name}: another engine's backward left a gradient, with that engine's loss scale: call"

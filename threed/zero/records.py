@@ -1,7 +1,7 @@
-"""The optimizer's state as boxes of global tensors: what is initialised, saved, loaded and collected.
+"""The optimizer's state as boxes of global tensors: for initialisation, saving, loading and collecting.
 
 Every bucket slice is a series of runs, every run a few boxes of one global tensor. A record says where one box of one
-part (the weight, or what the optimizer's rule keeps beside it) lies; `read` brings the values, bucket by bucket.
+part (the weight, or a tensor of the optimizer's rule) lies; `read` yields the values, bucket by bucket.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from threed.zero.state import State, drop_all, fetched_in_turn
 class Record:
     """A box of the part `part` of a global tensor, at `offset` of a bucket slice.
 
-    owned: whether this rank's copy is the one that counts, where several ranks hold it.
+    owned: whether this rank's copy is the one that counts, if several ranks hold one.
     """
 
     part: str
@@ -45,12 +45,12 @@ class Record:
         return self.box.numel * self.dtype.itemsize
 
     def of(self, slice_: Tensor) -> Tensor:
-        """The box [*box.size], as a view of the bucket slice [n]."""
+        """Returns the box [*box.size], as a view of the bucket slice [n]."""
         return slice_[self.offset : self.offset + self.box.numel].view(self.box.size)
 
 
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Every box this rank holds, part by part within each run, in storage order; by default all parts."""
+    """Yields every box this rank holds, part by part within each run, in buffer order; by default all parts."""
     for state in (*optimizer.states, *optimizer.frozen):
         yield from _records_of(state, parts)
 
@@ -63,11 +63,11 @@ def _records_of(state: State, parts: tuple[str, ...] | None) -> Iterator[Record]
 
 
 def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
-    """Records with their values [*box.size], which are views of this rank's state until the next one is asked for."""
+    """Yields records with their values [*box.size]: views of this rank's state, valid until the next iteration."""
     optimizer.flush()
     by_state = [(state, list(some)) for state, some in groupby(wanted, key=lambda record: record.state)]
-    asked = ((state, state.fetch(dict.fromkeys(record.part for record in some))) for state, some in by_state)
-    for (_, buffers), (_, some) in zip(fetched_in_turn(asked), by_state, strict=True):
+    fetched = ((state, state.fetch(dict.fromkeys(record.part for record in some))) for state, some in by_state)
+    for (_, buffers), (_, some) in zip(fetched_in_turn(fetched), by_state, strict=True):
         try:
             for record in some:
                 yield record, record.of(buffers[record.part].wait())
@@ -78,7 +78,7 @@ def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Recor
 def fill(
     optimizer: Optimizer, source: Callable[[str, Piece, Box], Tensor], parts: tuple[str, ...] | None = None
 ) -> None:
-    """Sets every box this rank holds from `source(part, piece, box)` [*box.size] and makes the parameters whole."""
+    """Sets every box this rank holds from `source(part, piece, box)` [*box.size] and gathers the parameters."""
     if parts is None:
         optimizer.discard()
     else:
@@ -86,8 +86,8 @@ def fill(
         optimizer.flush()
         optimizer.let_device_read()
     with optimizer.changing():
-        optimizer.gatherer.settle()  # a step's gather may still read what is written here
-        optimizer.gatherer.release_all()  # and what is whole now would be old
+        optimizer.gatherer.settle()  # a gather in flight may still read what is written here
+        optimizer.gatherer.release_all()  # what is gathered now would be stale
         for state in (*optimizer.states, *optimizer.frozen):
             wanted = [part for part in state.storages if parts is None or part in parts]
             with optimizer.held(state, wanted, write=True) as held:

@@ -1,15 +1,15 @@
-"""Gradients on their way: from the layers into buckets, and bucket by bucket over the ranks.
+"""Gradient reduction: collects gradients in buckets while backward runs, and sums each bucket over the ranks.
 
-Every trainable parameter gets a `Sink`. Linear layers and embeddings write into it while backward computes; the rest
-comes through autograd's post-accumulate hook. A bucket is ready by count: when every parameter in it has had as many
-contributions as it gets in a round. Ready buckets leave in one fixed order, the same on every rank, while the backward
-of the layers before them goes on. A round is a step where gradients are kept in full (stages 0 and 1), and a
-micro-batch where they are slices (stages 2 and 3): there each round's sum is added to this rank's slice.
+Every trainable parameter gets a `Sink`. Linear layers and embeddings write their gradients into it; all others come
+through autograd's post-accumulate hook. A bucket is ready when every parameter in it has received the number of
+contributions expected in a round. The reduction of ready buckets begins in one fixed order, the same on every rank,
+while backward continues with earlier layers. A round is a step where gradients are kept in full (stages 0 and 1), and
+a micro-batch where they are slices (stages 2 and 3): there each round's sum is added to this rank's slice.
 
-How many contributions a parameter gets is what it got last time; in the beginning, one for each place it sits in. In a
-wrapped module (`dynamic`) that may change from step to step, in a model of `threed.layers` it is learnt in the first
-one. What comes after its bucket has left is kept aside, and follows at the end of the step: no gradient is lost, and
-none is counted twice.
+The expected number of contributions is the one of the last round; at first, one for each module that has the
+parameter. In a wrapped module (`dynamic`) it may change from step to step; in a model of `threed.layers` it is learnt
+in the first step. A gradient that comes after its bucket was sent is set aside and summed at the end of the step: none
+is lost, and none is counted twice.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from threed.zero.unused import Unused
 
 @dataclass(eq=False)
 class Queue:
-    """Buckets that leave in this order: of one chunk of the model, or of parameters that several chunks share.
+    """Buckets in the order they are sent: those of one chunk of the model, or of parameters that several chunks share.
 
-    begun: how many of them have left in this round. passes: backwards of these chunks that are still to end.
+    begun: how many have been sent in this round. passes: backwards of these chunks that have not ended yet.
     """
 
     chunks: tuple[int, ...]
@@ -53,15 +53,15 @@ class Queue:
 class Reducer:
     """Sums every bucket's gradients over the ranks that share it.
 
-    begin(microbatches) before the first backward, `pass_ended(chunk)` after each; finish() after the last gives each
-    bucket's slice of the sum. wire: the dtype gradients travel in, by default their own. dynamic: see above; its
-    backwards run as its `own_backward`.
+    Call begin(microbatches) before the first backward, pass_ended(chunk) after each, and finish() after the last: it
+    returns each bucket's slice of the sum. wire: the dtype gradients are sent in, by default their own. dynamic: of a
+    wrapped module, see above; its backwards run inside `own_backward`.
     """
 
     def __init__(self, layout: Layout, wire: torch.dtype | None = None, dynamic: bool = False) -> None:
         self.layout, self.wire, self.dynamic = layout, wire, dynamic
         self._learning = True  # until the first step is over
-        self.speaks = True  # of the tensor ranks that hold the same, one names what is unused
+        self.warns = True  # one of the tensor ranks warns of unused parameters
         self.rounds = layout.policy.slices_gradients
         self.memory: Gradients = BucketGradients(layout) if self.rounds else FullGradients(layout)
         self._sinks: dict[Slot, Sink] = {}
@@ -84,33 +84,33 @@ class Reducer:
         self._passes = 1  # of a round
         self._ended = 0  # passes of this step
         self._missing = [0] * len(layout.buckets)
-        self._left: set[int] = set()  # buckets that have left in this round
-        self._summed: set[int] = set()  # and those in this step
+        self._sent: set[int] = set()  # buckets sent in this round
+        self._summed: set[int] = set()  # and in this step
         self._in_flight: deque[InFlight] = deque()
-        self._returning: deque[tuple[InFlight, Pending]] = deque()  # summed, and on their way to the host
+        self._returning: deque[tuple[InFlight, Pending]] = deque()  # summed, being copied to the host
         self._squares: dict[Bucket, Tensor] = {}  # of complete slices
         self._aside: dict[Slot, Tensor] = {}
-        self.gather_order: Callable[[], int] = lambda: 0  # what a step gathered, when that must be the same everywhere
-        self.unused: Unused | None = None  # hears of what was used
-        self.listener: Callable[[Slot], None] | None = None  # told of every parameter whose gradient is complete
+        self.gather_order: Callable[[], int] = lambda: 0  # a hash of what a step gathered, where ranks must agree
+        self.unused: Unused | None = None  # tracks which parameters were used
+        self.listener: Callable[[Slot], None] | None = None  # called with every parameter whose gradient is complete
 
     def sink_of(self, slot: Slot) -> Sink:
-        """The sink of a trainable parameter."""
+        """Returns the sink of a trainable parameter."""
         return self._sinks[slot]
 
     def learnt(self) -> dict[str, int]:
-        """How often parameters are used in a micro-batch, where that is not once for each place they sit in."""
+        """Returns how often parameters are used in a micro-batch, if not once for each module that has them."""
         return {s.slot.spec.name: s.uses for s in self.sinks if s.uses not in (EVER, self._places(s.slot))}
 
     def restore(self, learnt: Mapping[str, int]) -> None:
-        """Takes up what a checkpoint's run had learnt, so that sums are made as there. What was used so far, the
-        checkpoint knows, not this run."""
+        """Restores the numbers of uses that a checkpoint's run had learnt, so that this run sums in the same order.
+        `Unused` restores which parameters were used so far."""
         for sink in self.sinks:
             sink.uses = sink.uses if sink.uses == EVER else learnt.get(sink.slot.spec.name, self._places(sink.slot))
             sink.used = False
 
     def _expected(self, slot: Slot, group: Group) -> int:
-        """Contributions in a micro-batch. What several chunks share gets some in each one's round."""
+        """Returns the contributions in a micro-batch. A parameter shared by chunks gets some in each chunk's round."""
         unknown = slot.varies or (self.rounds and len(group.key.chunks) > 1)
         return EVER if unknown and not self.dynamic else self._places(slot)
 
@@ -121,14 +121,14 @@ class Reducer:
         return 1 if self.dynamic else len(slot.places)
 
     def begin(self, microbatches: int) -> None:
-        """Expects the gradients of a step; what is left of one that was given up is forgotten."""
+        """Begins a step, and discards the gradients of one that was aborted."""
         self._passes, self._ended = 1 if self.rounds else microbatches, 0
         for queue in self._queues.values():
             queue.passes = microbatches * len(queue.chunks)
         self._begin_anew()
 
     def drop(self) -> None:
-        """Forgets all gradients so far, as `zero_grad` does: what passes of this step, and other engines, brought."""
+        """Discards all gradients so far, of this step and of other engines' backwards, as `zero_grad` does."""
         for sink in self.sinks:
             sink.slot.param.grad = None
         if not self._ended:
@@ -155,15 +155,15 @@ class Reducer:
         due = {sink.slot for sink in queue.sinks if sink.expected}
         for number in queue.buckets:
             self._missing[number] = sum(slot in due for slot in self._slots[number])
-        self._left.difference_update(queue.buckets)
+        self._sent.difference_update(queue.buckets)
         queue.begun = 0
 
     def arrived(self, slot: Slot) -> None:
-        """A parameter's gradient is complete; starts what has become ready, in the fixed order."""
+        """Counts a complete gradient, and begins the reduction of buckets that are ready, in the fixed order."""
         if self.listener is not None:
             self.listener(slot)
         numbers = self._buckets_of.get(slot)
-        if not numbers:  # a vocabulary shard of nothing may lie in no bucket
+        if not numbers:  # an empty vocabulary shard may lie in no bucket
             return
         for number in numbers:
             self._missing[number] -= 1
@@ -182,7 +182,7 @@ class Reducer:
             if not self.sink_of(slot).received:
                 self.memory.missing(slot, bucket)
         queue.begun += 1
-        self._left.add(number)
+        self._sent.add(number)
         self._limit_in_flight(bucket)
         window, add = self.memory.leave(bucket), self.rounds and number in self._summed
         self._summed.add(number)
@@ -198,11 +198,11 @@ class Reducer:
         self._in_flight.append(InFlight(bucket, window, pending, staged, add, complete))
         at_hand = not add or isinstance(bucket.grad, InMemory)
         if self.rounds and at_hand and shard.size == 1 and not early_sum(bucket):
-            self._complete_oldest()  # there is nothing to wait for
+            self._complete_oldest()  # no communication, nothing to wait for
 
     def _limit_in_flight(self, bucket: Bucket) -> None:
-        """Lands what is too much under way, for its buffers, and what an earlier round sent of this bucket: it is about
-        to be read."""
+        """Completes the oldest reductions until there is room for one more, and all of this bucket's, whose slice is
+        about to be read."""
         while len(self._in_flight) >= BUCKETS_IN_FLIGHT:
             self._complete_oldest()
         while any(t.bucket is bucket for t in self._in_flight):
@@ -211,9 +211,9 @@ class Reducer:
             self._store_oldest()
 
     def _complete_oldest(self) -> None:
-        """Waits for the bucket that has been on its way longest."""
+        """Waits for the oldest reduction in flight, and begins to copy its sum to where the slice is stored."""
         t = self._in_flight.popleft()
-        t.staged.wait()  # what the sum may be added to
+        t.staged.wait()  # may hold the sum of earlier rounds
         total = t.pending.wait()
         self._returning.append((t, start_copy(total, t.staged.values.device)))
         while len(self._returning) > (BUCKETS_IN_FLIGHT if total.device != t.staged.values.device else 0):
@@ -226,7 +226,7 @@ class Reducer:
             self._store_oldest()
 
     def _store_oldest(self) -> None:
-        """Waits for the slice that has been on its way storage longest."""
+        """Waits for the oldest copy of a sum, and stores it."""
         t, copy = self._returning.popleft()
         total, own = copy.wait(), t.staged.wait()
         if not collectives.same_start(total, own):
@@ -236,13 +236,13 @@ class Reducer:
             self.memory.left(t.window)
 
     def _store(self, bucket: Bucket, staged: StagedBuffer, complete: bool) -> None:
-        """A bucket's slice goes storage; what the norm needs of it is found while it is here, and in a cache."""
+        """Stores a bucket's slice; computes its share of the norm first, while the values are in a cache."""
         if complete:
             self._squares[bucket] = squares(staged.values)
         staged.store()
 
     def pass_ended(self, chunk: int = 0) -> None:
-        """A chunk's backward of a micro-batch is over; where that is a round, what is left of it leaves."""
+        """Ends a chunk's backward of one micro-batch; where that is a round, sends the remaining buckets."""
         self._ended += 1
         for queue in self._queues.values() if self.rounds else ():
             if chunk in queue.chunks:
@@ -251,38 +251,38 @@ class Reducer:
                 self._begin_round(queue)
 
     def _flush(self, queue: Queue) -> None:
-        """No more gradients will come in this round: what never got one counts as zero, and every bucket leaves."""
+        """Ends a round: sends every remaining bucket; parameters without a gradient count as zero."""
         self._start_all(queue)
         for sink in queue.sinks if self.dynamic or self._learning else ():
             uses = -(-(sink.received + sink.late) // self._passes)
             sink.uses = uses if self.dynamic else max(sink.uses, uses)
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
-        """The step's backwards, or those of one chunk, are over; gradients that are kept in full leave."""
+        """Ends the step's backwards, or those of one chunk: sends the gradients that are kept in full."""
         for queue in self._queues.values() if not self.rounds else ():
             if chunk is None or queue.chunks == (chunk,):
                 self._flush(queue)
 
     def finish(self) -> list[Gradient]:
-        """Each bucket's slice of the summed gradients, in bucket order."""
+        """Ends the step: returns each bucket's slice of the summed gradients, in bucket order."""
         self.all_passes_ended()
         self._complete_all()
         if any(group.sliced for group in self.layout.groups):
-            self.memory.trim()  # gathered parameters are the next to need memory
+            self.memory.trim()  # the next to need memory are gathered parameters
         if self.dynamic:
-            self._keep_what_others_left()
+            self._set_aside_gradients_of_others()
         if self.dynamic or self._learning:
-            self._send_what_was_late()
+            self._reduce_late()
         if self.unused is not None:
             self.unused.agree({sink.slot for sink in self.sinks if sink.used})
         elif self._learning:
-            self._name_unused()
+            self._warn_of_unused()
         self._ended, self._learning = 0, False
         return self._sum_rest()
 
     def _sum_rest(self) -> list[Gradient]:
-        """Each bucket's slice, summed over the axes that are left: one after the other, in the order of groups, which
-        ranks have in common where they share a group. In the order of completion stages would wait in a circle."""
+        """Sums each bucket's slice over the remaining axes, and returns the slices. The order is that of groups,
+        the same on all ranks that share one; in the order of completion stages could deadlock."""
         for bucket in (bucket for group in self.layout.groups if group.key.trainable for bucket in group.buckets):
             if axes := later_sums(bucket):
                 self._limit_in_flight(bucket)
@@ -304,32 +304,32 @@ class Reducer:
             tensor = collectives.start_all_reduce(tensor, axis, wire=self.wire).wait()
         return collectives.start_all_reduce(tensor, axes[-1], wire=self.wire) if axes else collectives.done(tensor)
 
-    # ------------------------------------------------------------------------------------- gradients that came too late
+    # ------------------------------------------------------------------------------------- gradients that came late
 
     def is_late(self, sink: Sink) -> bool:
-        """Whether a contribution would come after its parameter, or a part of it, has left."""
-        return any(number in self._left for number in self._buckets_of.get(sink.slot, ()))
+        """Returns whether a bucket of the parameter was sent in this round already."""
+        return any(number in self._sent for number in self._buckets_of.get(sink.slot, ()))
 
-    def _keep_what_others_left(self) -> None:
+    def _set_aside_gradients_of_others(self) -> None:
         for slot, grad in left(self._sinks):
             slot.param.grad = None
             self.keep_aside(slot, grad.to_dense() if grad.is_sparse else grad)
 
-    def _name_unused(self) -> None:
-        """Names the parameters that no rank has used in the first step."""
+    def _warn_of_unused(self) -> None:
+        """Warns of the parameters that no rank used in the first step."""
         policy = self.layout.policy
         own = {slot for group in self.layout.groups if not group.key.tied for slot in group.slots}
         never = {sink.slot.spec.name for sink in self.sinks if not sink.used and sink.slot in own}
         for axis in (policy.shard, policy.replicas):
             never.intersection_update(*collectives.exchange(sorted(never), axis))
-        if never and self.speaks and policy.shard.index == policy.replicas.index == 0:
+        if never and self.warns and policy.shard.index == policy.replicas.index == 0:
             names = ", ".join(sorted(never))
             warnings.warn(
                 f"no gradient came to {names} in the first step: they change by weight decay only", stacklevel=2
             )
 
     def keep_aside(self, slot: Slot, grad: Tensor) -> None:
-        """Adds up what came too late in this step."""
+        """Adds a late gradient to those set aside in this step."""
         if not (self.dynamic or self._learning):
             raise too_late(self.sink_of(slot))
         self.sink_of(slot).late += 1
@@ -339,18 +339,18 @@ class Reducer:
         else:
             self._aside[slot] = grad.to(self.layout.policy.grad_dtype, copy=True)
 
-    def _send_what_was_late(self) -> None:
-        """Sums again the buckets for which any rank kept something aside."""
+    def _reduce_late(self) -> None:
+        """Reduces once more the buckets for which any rank set gradients aside."""
         policy = self.layout.policy
         mine = sorted({number for slot in self._aside for number in self._buckets_of.get(slot, ())})
         order = self.gather_order()
-        told = collectives.exchange([order, mine], policy.shard)
-        if any(other != order for other, _ in told):
+        answers = collectives.exchange([order, mine], policy.shard)
+        if any(other != order for other, _ in answers):
             raise RuntimeError(
                 "ranks used different parameters in this step, or in another order: ZeRO-3 gathers a parameter on all"
                 " ranks at once; route alike on all ranks, or use --zero.stage 2"
             )
-        late = {number for _, numbers in told for number in numbers}
+        late = {number for _, numbers in answers for number in numbers}
         if any(early_sum(bucket) for bucket in self.layout.buckets):  # stage 0, whose sums are over the replicas
             late.update(number for numbers in collectives.exchange(mine, policy.replicas) for number in numbers)
         for number in sorted(late):

@@ -1,4 +1,4 @@
-"""From the configuration to what ZeRO works with: the layout's policy, the optimizer's rule, rates, the loss scale."""
+"""Builds what ZeRO needs from the configuration: the layout's policy, the optimizer's rule, rates, the loss scale."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from threed.zero.layout import GroupOptions, HasModules, Layout, Policy
 
 
 def shard_axes(config: Config, topology: Topology) -> tuple[str, str, str]:
-    """The names of the axes S (slices), R (ranks with the same slice), and of S again with a communicator of its own
-    for gathers; an empty name is an axis of this rank alone. `Topology.prepare` makes them."""
+    """Returns the names of the axes S (slices), R (ranks with the same slice), and S with a communicator of its own for
+    gathers; an empty name is an axis of this rank alone. `Topology.prepare` makes them."""
     size, dp = config.zero.shard_size, topology.dp
     n = 1 if config.zero.stage == 0 else dp if size == "all" else int(size)
     if dp % n:
@@ -36,7 +36,7 @@ def shard_axes(config: Config, topology: Topology) -> tuple[str, str, str]:
 
 
 def policy(config: Config, topology: Topology) -> Policy:
-    """How parameters are laid out."""
+    """Returns how parameters are laid out."""
     alone = Axis("dp", (topology.rank,), 0, None, topology.traffic)
     shard, replicas, _ = (topology.axis(name) if name else alone for name in shard_axes(config, topology))
     host = topology.device if topology.on_paper else torch.device("cpu")
@@ -50,7 +50,7 @@ def policy(config: Config, topology: Topology) -> Policy:
 
 
 def _tiers(config: Config, host: torch.device, on_paper: bool) -> tuple[Tier | None, Tier | None]:
-    """Where parameters and the optimizer's state live, when not on the device."""
+    """Returns the tiers of parameters and of the optimizer's state; None for the device."""
     zero = config.zero
     places: dict[str, Tier | None] = {"none": None, "cpu": memory_tier(host)}
     if "nvme" in (zero.offload_params, zero.offload_optimizer):
@@ -59,14 +59,14 @@ def _tiers(config: Config, host: torch.device, on_paper: bool) -> tuple[Tier | N
 
 
 def size_buffers(layout: Layout, config: Config, moments: int) -> None:
-    """Tells the drive, if there is one, how many buffers of which size will be in use at once."""
+    """Sets the number and size of the drive's buffers, if there is one, to what will be in use at once."""
     zero, policy = config.zero, layout.policy
     slices: Counter[int] = Counter()
     for group in layout.groups:
         for unit in (group.key.units or ()) if group.key.tile is None else ():
             slices[unit] += len(group.buckets)
     tiles = max((len(group.buckets) for group in layout.groups if group.key.tile), default=0)
-    ahead = range(zero.prefetch + 1)  # neighbours: an embedding is larger than the blocks behind it
+    ahead = range(zero.prefetch + 1)  # consecutive units: an embedding is larger than the blocks after it
     gathered = max((sum(slices[unit + n] for n in ahead) for unit in list(slices)), default=0) + 2 * tiles
     width = max(policy.param_dtype.itemsize, policy.grad_dtype.itemsize, 4)
     narrow, swapped = policy.param_dtype.itemsize < 4, zero.offload_optimizer == "nvme"
@@ -80,7 +80,7 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
 
 
 def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
-    """Learning rate and decay of every parameter: of the first group that its name matches, else the optimizer's."""
+    """Returns the options of a parameter: those of the first group that its name matches, else the optimizer's."""
 
     groups = optim.groups
 
@@ -103,7 +103,7 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
 def check_groups(optim: OptimConfig, units: Iterable[HasModules]) -> None:
     """Raises ConfigError naming each pattern of `optim.groups` that no parameter of these layers or units matches.
 
-    Pass all of the model's, so that every rank sees the same names.
+    Pass all units of the model, so that every rank sees the same names.
     """
     modules = [module for unit in units for module in unit.modules()]
     specs = [spec_of(param) for module in modules for param in module.parameters(recurse=False)]
@@ -115,7 +115,7 @@ def check_groups(optim: OptimConfig, units: Iterable[HasModules]) -> None:
 
 
 def rule(optim: OptimConfig) -> Rule:
-    """The optimizer's update."""
+    """Returns the optimizer's update rule."""
     if optim.name == "sgd":
         return SGD(optim.momentum)
     if optim.name == "lion":
@@ -124,7 +124,7 @@ def rule(optim: OptimConfig) -> Rule:
 
 
 def loss_scale(precision: PrecisionConfig) -> LossScale:
-    """How the loss is scaled: only fp16 needs it."""
+    """Returns how the loss is scaled: only fp16 needs it."""
     if precision.dtype != "fp16":
         return LossScale(initial=1.0, dynamic=False)
     given = precision.loss_scale

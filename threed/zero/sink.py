@@ -14,11 +14,11 @@ from threed.zero.gradients import Gradients
 from threed.zero.layout import Layout, Slot
 from threed.zero.others import is_own
 
-EVER = 2**62  # more contributions than ever come: such a parameter is complete when the round is over
+EVER = 2**62  # an unknown number of contributions: the parameter is complete when the round ends
 
 
 class Collector(Protocol):
-    """What a sink needs of the reducer; see there."""
+    """The part of `Reducer` that a sink uses."""
 
     layout: Layout
     memory: Gradients
@@ -33,15 +33,15 @@ class Collector(Protocol):
 
 
 class Sink:
-    """Collects one parameter's gradient; the first contribution of a round overwrites what was in its memory."""
+    """Collects one parameter's gradient; the first contribution of a round overwrites the memory, later ones add."""
 
     def __init__(self, reducer: Collector, slot: Slot, uses: int) -> None:
         self.reducer, self.slot, self.uses = reducer, slot, uses
-        self.expected = self.received = self.late = 0  # contributions: to come, in memory, kept aside
+        self.expected = self.received = self.late = 0  # contributions: outstanding, in memory, set aside
         self.used = False  # in any step
 
     def begin(self, passes: int) -> None:
-        """Expects a round's contributions: so many in each of its micro-batches."""
+        """Begins a round of `passes` micro-batches."""
         self.expected, self.received, self.late = self.uses * passes, 0, 0
 
     def add(self, grad: Tensor) -> None:
@@ -77,8 +77,8 @@ class Sink:
         return self._arrived()
 
     def take(self, param: Tensor) -> None:
-        """Autograd's hook: moves `param.grad` here. In the backward of another engine it stays, and adds up, until it
-        is dropped, or the step ends."""
+        """Moves `param.grad` into the sink, when autograd calls its hook. In another engine's backward the gradient
+        stays in `.grad`, and adds up, until it is dropped or the step ends."""
         if self.reducer.dynamic and not is_own(self.reducer, self.slot):
             if self.reducer.listener is not None:
                 self.reducer.listener(self.slot)
@@ -99,8 +99,8 @@ class Sink:
 
 
 def taken_by(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
-    """Autograd's hook. Its table is invisible to Python's garbage collector: a strong reference would keep a whole
-    engine, with its drive, for ever."""
+    """Returns a hook for autograd that calls `sink.take`. Python's garbage collector does not see autograd's hooks: a
+    strong reference would keep the whole engine, with its drive, alive for ever."""
 
     def taken(param: Tensor) -> None:
         if (alive := sink()) is not None:
@@ -110,9 +110,9 @@ def taken_by(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
 
 
 def too_late(sink: Sink) -> RuntimeError:
-    """What is wrong where a gradient comes after its parameter was complete, and may not."""
+    """Returns the error for a gradient that comes after its bucket was sent, where that is not allowed."""
     return RuntimeError(
         f"{sink.slot.spec.name}: a gradient came after the {sink.uses} of a micro-batch that the first step had, and"
-        " after its bucket had left: how often this layer runs depends on the data; give the pipeline layer the"
+        " after its bucket was sent: how often this layer runs depends on the data; give the pipeline layer the"
         " attribute `runs_vary = True`"
     )

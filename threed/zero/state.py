@@ -1,11 +1,11 @@
-"""What the optimizer keeps for each bucket slice, where that lives, and how it comes and goes.
+"""The optimizer's state of each bucket slice: where it is stored, and how it is read and written.
 
     state = new_state(bucket, parts, policy, delayed)
-    for state, buffers in fetched_in_turn((state, state.fetch(parts)) for state in states):    reads one ahead
+    for state, buffers in fetched_in_turn((state, state.fetch(parts)) for state in states):    reads ahead by one
         buffers["weight"].wait()                                                               [n]
 
-An update takes `fetch_for_update` and ends with `put_back`, which may leave states in buffers that nobody needs before
-the next update. Whoever else wants a state asks the optimizer to `flush` what was kept.
+An update begins with `fetch_for_update` and ends with `put_back`, which may keep states in buffers that are not needed
+before the next update. Any other reader of a state must first call `Optimizer.flush`, which writes them.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from threed.planner.memory import UPDATES_AHEAD
 from threed.zero.layout import Bucket, Layout, Policy
 
 WEIGHT = "weight"
-GRADIENT, PARAMETER = "gradient", "parameter"  # what an update stages beside a bucket's state
+GRADIENT, PARAMETER = "gradient", "parameter"  # what an update stages besides a bucket's state
 
 
 @dataclass(eq=False)
 class State:
-    """What the optimizer keeps for a bucket slice [n]: the weights it updates, and what its rule keeps beside them.
+    """The optimizer's state of a bucket slice [n]: the weights it updates, and the tensors of its rule (its moments).
 
     The weights are the parameter slice itself unless parameters are narrower than fp32, or frozen, or the optimizer
-    works on another device.
+    works on another device. kept: buffers that the last update left for the next one.
     """
 
     bucket: Bucket
     storages: dict[str, Storage]
-    kept: dict[str, StagedBuffer] = field(default_factory=dict)  # newer than what is stored
+    kept: dict[str, StagedBuffer] = field(default_factory=dict)  # newer than the stored values
 
     @property
     def weight(self) -> Storage:
-        """Of the weights: masters, at least fp32."""
+        """The storage of the master weights, at least fp32."""
         return self.storages[WEIGHT]
 
     @property
@@ -49,7 +49,7 @@ class State:
 
     @property
     def may_keep(self) -> list[str]:
-        """The parts that only updates read, and from a drive."""
+        """The parts that are on a drive and that only updates read."""
         return [
             p
             for p, storage in self.storages.items()
@@ -57,18 +57,18 @@ class State:
         ]
 
     def fetch(self, parts: Iterable[str]) -> dict[str, StagedBuffer]:
-        """Begins to read some parts from their storages, where they must be newest."""
+        """Begins to read some parts. RuntimeError where buffers hold newer values than the storages."""
         if self.kept:
             raise RuntimeError("call Optimizer.flush() first: newer values are in buffers")
         return _fetch_all({part: self.storages[part] for part in parts}, {})
 
     def fetch_for_update(self, gradient: Storage) -> dict[str, StagedBuffer]:
-        """Begins to bring a slice of gradients, and all parts that were not kept."""
+        """Begins to read a slice of gradients, and all parts that were not kept."""
         kept, self.kept = self.kept, {}
         return _fetch_all({**self.storages, GRADIENT: gradient}, kept)
 
     def put_back(self, buffers: dict[str, StagedBuffer], keep: bool) -> None:
-        """Stores what was updated; keep: all but what others read, which the next update begins with."""
+        """Begins to write the updated parts; with `keep`, those in `may_keep` stay in buffers for the next update."""
         self.kept = {part: buffers.pop(part) for part in self.may_keep} if keep else {}
         store_all(buffers)
 
@@ -76,34 +76,34 @@ class State:
 def fetched_in_turn(
     wanted: Iterable[tuple[State, dict[str, StagedBuffer]]],
 ) -> Iterator[tuple[State, dict[str, StagedBuffer]]]:
-    """What is wanted of each state, one after the other; the next one is asked for, and on its way, meanwhile."""
-    coming: deque[tuple[State, dict[str, StagedBuffer]]] = deque()
+    """Yields each state with its buffers, in turn; the reads of the next one are in flight meanwhile."""
+    ahead: deque[tuple[State, dict[str, StagedBuffer]]] = deque()
     try:
         for both in wanted:
-            coming.append(both)
-            if len(coming) > UPDATES_AHEAD:
-                yield coming.popleft()
-        while coming:
-            yield coming.popleft()
-    finally:  # also where the reader stops early: what was fetched for it goes back
-        for _, buffers in coming:
+            ahead.append(both)
+            if len(ahead) > UPDATES_AHEAD:
+                yield ahead.popleft()
+        while ahead:
+            yield ahead.popleft()
+    finally:  # also when the caller stops early: releases the buffers it did not get to
+        for _, buffers in ahead:
             drop_all(buffers)
 
 
 def drop_all(buffers: dict[str, StagedBuffer]) -> None:
-    """Gives buffers back unwritten, and empties the dict."""
+    """Releases the buffers without writing them, and empties the dict."""
     while buffers:
         buffers.popitem()[1].drop()
 
 
 def store_all(buffers: dict[str, StagedBuffer]) -> None:
-    """Writes buffers to their storages, and empties the dict."""
-    while buffers:  # one that cannot be stored is over all the same
+    """Begins to write the buffers to their storages, and empties the dict."""
+    while buffers:  # a buffer is removed even if it cannot be stored: an error must not lead to a second attempt
         buffers.popitem()[1].store()
 
 
 def _fetch_all(storages: Mapping[str, Storage], buffers: dict[str, StagedBuffer]) -> dict[str, StagedBuffer]:
-    """Adds to the buffers what they lack of the storages; all or nothing."""
+    """Fetches every storage that has no buffer yet, and returns all buffers; on an error it releases them all."""
     try:
         for part, storage in storages.items():
             if part not in buffers:
@@ -115,28 +115,29 @@ def _fetch_all(storages: Mapping[str, Storage], buffers: dict[str, StagedBuffer]
 
 
 def new_state(bucket: Bucket, parts: tuple[str, ...], policy: Policy, delayed: bool) -> State:
-    """A bucket's state, where the policy wants it. On one device weights and parameters are the same memory, unless
-    the parameters are narrow, or in use while the weights are updated."""
+    """Returns a bucket's state, on the tier that the policy names. On one device weights and parameters share memory,
+    unless parameters are narrower than fp32, or in use while the weights are updated."""
     device = bucket.group.params.device
     tier = policy.optimizer_tier or memory_tier(device)
-    wide = bucket.storage.dtype in (torch.float32, torch.float64)
-    here = bucket.storage.device == (policy.host if policy.optimizer_tier else device)
-    dtype = bucket.storage.dtype if wide else torch.float32
-    weight = bucket.storage if wide and here and not delayed else tier(bucket.share, dtype)
+    full_precision = bucket.storage.dtype in (torch.float32, torch.float64)
+    same_device = bucket.storage.device == (policy.host if policy.optimizer_tier else device)
+    dtype = bucket.storage.dtype if full_precision else torch.float32
+    weight = bucket.storage if full_precision and same_device and not delayed else tier(bucket.share, dtype)
     return State(bucket, {WEIGHT: weight, **{part: tier(bucket.share, dtype) for part in parts}})
 
 
 def most_kept(states: Sequence[State], policy: Policy) -> int:
-    """How many states an update may leave in the drive's idle buffers: not more than half, so that a small model's
-    drive is used, and fails, as a large one's is."""
+    """Returns how many states an update may leave in the drive's idle buffers: at most half of them, so that with a
+    small model, too, most states pass through the drive and its errors show."""
     drive, parts = policy.optimizer_tier, max((len(state.may_keep) for state in states), default=0)
     return min(drive.idle // parts, len(states) // 2) if isinstance(drive, Drive) and parts else 0
 
 
 def update_order(states: Sequence[State], middle: bool) -> list[int]:
-    """The order of updates, by number: layers that the next forward needs first are updated and gathered first.
+    """Returns the order of updates, by number: layers that the next forward needs first are updated and gathered first.
 
-    middle: small ones between the others: a buffer is taken by what is kept at the ends, whatever its size.
+    middle: moves small states to the middle. What is kept are states at the ends, each in a buffer of full size, so
+    it should be the large ones.
     """
     turn, shares = list(reversed(range(len(states)))), [state.bucket.share for state in states]
     if not middle:

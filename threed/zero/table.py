@@ -1,8 +1,8 @@
-"""Safe access to parameters: a module's table of parameters that knows which of them are whole.
+"""Safe access to parameters: a replacement for a module's `_parameters` that checks which of them are whole.
 
-A sliced parameter whose memory is away would be read out of bounds, and one that stays whole may still be on its way
-from the last step. Whoever takes a parameter from its module waits for the latter; in place of the former they get a
-stand-in on the meta device: shape and dtype are right, to read it is torch's error, not a crash, and to change it ours.
+Reading a sliced parameter whose memory is freed would be out of bounds, and one that stays whole may still be in flight
+after the last step. Reading the latter from its module waits for it. The former is replaced by a stand-in on the meta
+device with its shape and dtype: reading its values is an error of torch, not a crash, and changing them an error here.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from threed.sharding import attach, spec_of
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Group, Layout, Slot
 
-Place = tuple[Group, Slot, nn.Parameter]  # where a parameter lies, and its stand-in
+Place = tuple[Group, Slot, nn.Parameter]  # a parameter's group and slot, and its stand-in
 
 
 class StandIn(nn.Parameter):
-    """Stands for a sliced parameter while its memory is away: on the meta device, where a change would be lost without
-    a word, so it is refused. Whether it requires a gradient, and its gradient, are the parameter's own."""
+    """Stands for a sliced parameter while its memory is freed: on the meta device, where a change would be lost
+    silently, so it is refused. `requires_grad` and `grad` are those of the parameter."""
 
     stands_for: nn.Parameter | None = None
 
@@ -52,7 +52,7 @@ _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", 
 
 
 def _changes(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether a function of torch changes a tensor."""
+    """Returns whether a function of torch changes a tensor."""
     if name in ("requires_grad_", "detach_", "share_memory_"):
         return False
     in_place = name.endswith("_") and not name.endswith("__")
@@ -60,7 +60,7 @@ def _changes(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
 
 
 class Parameters(dict[str, Any]):
-    """The `_parameters` of a module; `taken` hears of every sliced one that is asked for by name."""
+    """The `_parameters` of a module; calls `taken` for every sliced one that is read by name."""
 
     def __init__(
         self, table: dict[str, Any], places: dict[str, Place], gatherer: Gatherer,
@@ -110,7 +110,7 @@ def _stand_in(slot: Slot) -> nn.Parameter:
 def install(
     modules: Iterable[nn.Module], layout: Layout, gatherer: Gatherer, taken: Callable[[Group], None] | None = None
 ) -> None:
-    """Returns every module whose parameters are sliced, or gathered after a step, such a table."""
+    """Installs such a table in every module whose parameters are sliced, or gathered after a step."""
     places: dict[int, dict[str, Place]] = {}
     for group in layout.groups:
         if group.shard.size == 1 and not group.sliced:

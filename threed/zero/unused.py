@@ -1,10 +1,10 @@
-"""Parameters that no rank has used yet stay as they are, as torch's optimizers leave what never had a gradient.
+"""Keeps parameters that no rank has used yet unchanged, as torch's optimizers do without a gradient.
 
     unused = Unused(layout, updates)
     unused.agree(used)          at the end of every step, on all ranks that share the parameters
-    unused.stretches            for buckets that hold such parameters: what an update does with each part
+    unused.stretches            for buckets with such parameters: the parts that an update treats differently
 
-A parameter that is used later counts its updates from then on, for Adam's bias correction.
+A parameter that is used later counts its updates from then on (Adam's bias correction).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch import Tensor
 from threed import collectives
 from threed.zero.layout import Bucket, Layout, Slot
 
-Stretch = tuple[int, int, Tensor | None]  # elements [first, last) of a slice, and the updates before their first one
+Stretch = tuple[int, int, Tensor | None]  # elements [first, last) of a slice; updates before first use
 
 
 class Unused:
-    """Which trainable parameters of a layout were never used. updates: done so far, a scalar tensor."""
+    """Tracks which trainable parameters were never used. updates: the number done so far, a scalar tensor."""
 
     def __init__(self, layout: Layout, updates: Tensor) -> None:
         self.layout, self.updates = layout, updates
         self.stretches: dict[Bucket, list[Stretch]] = {}
         self._slots = [slot for group in layout.groups if group.key.trainable for slot in group.slots]
-        self._never = set(range(len(self._slots)))  # alike on all ranks
-        self._since: dict[Slot, Tensor] = {}  # of those whose first use was not in the first step
+        self._never = set(range(len(self._slots)))  # the same on all ranks
+        self._since: dict[Slot, Tensor] = {}  # for parameters first used after the first step
         self._first = True
 
     def agree(self, used: Set[Slot]) -> None:
-        """Takes notice of what this rank has used so far, and of what the others have. Collective while something is
+        """Updates the record from what this rank and the others have used so far. Collective while any parameter is
         unused."""
         if not self._never:
             return
@@ -57,7 +57,7 @@ class Unused:
         self.stretches = {bucket: list(self._stretches_of(bucket, never)) for bucket in special}
 
     def _stretches_of(self, bucket: Bucket, never: set[Slot]) -> list[Stretch]:
-        """The slice cut where its parameters begin; padding goes with the one before."""
+        """Yields the parts of a slice, cut where parameters begin; padding belongs to the parameter before it."""
         first, last, ends = bucket.own_first, bucket.own_last, []
         start = torch.zeros_like(self.updates)
         slots = [slot for slot in bucket.slots() if slot.last > first and slot.first < last]
@@ -72,13 +72,13 @@ class Unused:
         return found
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: names of unused parameters, and since how many updates others are used."""
+        """Returns the state for a checkpoint: names of unused parameters; updates before the first use of others."""
         since = {slot.spec.name: float(updates) for slot, updates in self._since.items()}
         never = sorted(self._slots[number].spec.name for number in self._never)
         return {"never": never, "since": since, "first": self._first}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Takes up a checkpoint's state; of one without, every parameter counts as used."""
+        """Restores a checkpoint's state; in one without it, every parameter counts as used."""
         state = state or {"never": (), "since": {}, "first": False}
         never, since = set(state["never"]), state["since"]
         self._never = {number for number, slot in enumerate(self._slots) if slot.spec.name in never}
