@@ -35,31 +35,33 @@ class Refusal:
         return f"{flag} {_as_written(value)}: {self.feature} is not there yet; use {flag} {fix}"
 
 
-REFUSALS = (
+def _of_schedule(name: str) -> tuple[Refusal, ...]:
+    """What is there of schedules, registered ones included, and of chunks under one of them."""
+    own = (None, schedules.own_chunks(name))
+    return (
+        Refusal("parallel", "schedule", schedules.available(), "this schedule"),
+        Refusal("parallel", "chunks", own, f"another number of chunks with {name}"),
+    )
+
+
+_OTHERS = (
     Refusal("parallel", "cp", (1,), "context parallelism"),
     Refusal("parallel", "ep", (1,), "expert parallelism"),
     Refusal("parallel", "partition", ("balanced", "uniform"), "partition by measured cost", ("measured",)),
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
     Refusal("checkpoint", "async_", (False,), "saving while training goes on"),
 )
+REFUSALS = (*_OTHERS, *_of_schedule("1f1b"))
 """Features that are not there yet. Who builds one deletes its line."""
 
 
 def find_refusals(config: Config) -> list[str]:
     """What an engine refuses: the features that are not there yet, each with what is, and keys of memory that would do
     nothing."""
-    missing = [problem for refusal in (*REFUSALS, *_of_schedules(config)) if (problem := refusal.find(config))]
+    missing = [
+        problem for refusal in (*_OTHERS, *_of_schedule(config.parallel.schedule)) if (problem := refusal.find(config))
+    ]
     return [*missing, *_check_offload(config), *_check_recompute(config)]
-
-
-def _of_schedules(config: Config) -> list[Refusal]:
-    """What is there of schedules, registered ones included."""
-    there, name = schedules.available(), config.parallel.schedule
-    refusals = [Refusal("parallel", "schedule", there, "this schedule")]
-    if name in there:
-        own = schedules.own_chunks(name)
-        refusals.append(Refusal("parallel", "chunks", (None, own), f"another number of chunks with {name}"))
-    return refusals
 
 
 def find_problems(
