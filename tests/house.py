@@ -69,22 +69,28 @@ def wrap(phrase: str, width: float) -> list[str]:
     return textwrap.wrap(phrase, int((width - 14) / LETTER))
 
 
+def draw_band(floor: int, y: float, width: float, height: float) -> list[str]:
+    """The ground of a floor, with its number and what it is for at the left."""
+    what, colour, ground = STYLES[floor]
+    middle = ' text-anchor="middle" font-weight="600" fill="#ffffff"'
+    return [
+        f'<rect x="30" y="{y:g}" width="{width:g}" height="{height}" rx="4" fill="{ground}"/>',
+        f'<circle cx="54" cy="{y + height / 2:g}" r="14" fill="{colour}"/>',
+        write(54, y + height / 2 + 5, str(floor), 14, more=middle),
+        write(74, y + height / 2 + 4, what, 11.5, more=' font-weight="600" fill="#1f2937"'),
+    ]
+
+
 def draw_floor(floor: int, y: float) -> tuple[list[str], float]:
     """The drawing of a floor that begins at y, and its height."""
-    what, colour, ground = STYLES[floor]
+    colour = STYLES[floor][1]
     inside = rooms(floor)
     rows = math.ceil(len(inside) / PER_ROW)
     each = math.ceil(len(inside) / rows)
     widths = [(RIGHT - LEFT + GAP) / min(each, len(inside) - i // each * each) - GAP for i in range(len(inside))]
     room = 26 + LINE * max(len(wrap(phrase, width)) for (_, phrase), width in zip(inside, widths, strict=True))
     height = rows * (room + GAP) + GAP
-    middle = ' text-anchor="middle" font-weight="600" fill="#ffffff"'
-    parts = [
-        f'<rect x="30" y="{y:g}" width="{RIGHT - 22}" height="{height}" rx="4" fill="{ground}"/>',
-        f'<circle cx="54" cy="{y + height / 2:g}" r="14" fill="{colour}"/>',
-        write(54, y + height / 2 + 5, str(floor), 14, more=middle),
-        write(74, y + height / 2 + 4, what, 11.5, more=' font-weight="600" fill="#1f2937"'),
-    ]
+    parts = draw_band(floor, y, RIGHT - 22, height)
     for number, ((name, phrase), width) in enumerate(zip(inside, widths, strict=True)):
         row, place = divmod(number, each)
         at = LEFT + place * (width + GAP), y + GAP + row * (room + GAP)

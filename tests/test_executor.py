@@ -240,7 +240,7 @@ def check_gathers(stages: int) -> None:
     topology = Topology(pp=stages)
     rank = topology.axis("pp").index
     held = chunks_of(stages)[rank]
-    units, reads = [{number: 1} for number in range(len(held))], [i > 0 for i in held]
+    units, reads = [{i: 1} for i in held], [i > 0 for i in held]
     for build, count in itertools.product((schedules.gpipe, schedules.one_f_one_b), (1, 3, 8)):
         for prefetch, gathers in itertools.product((1, 2, LAYERS), (False, True)):
             plan = schedules.lower(build(stages, count), gathers)
