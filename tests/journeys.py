@@ -174,7 +174,7 @@ GRADIENT = Journey(
              by="weight_gradient", note="handed down as weight.sink, a GradSink"),
         Step("threed.zero.gradients:FullGradients.view", "where in the flat buffer it goes", via=("_target",)),
         Step("threed.ops.matmul:add_product_", "the product, into the buffer itself", by="Sink.add_product"),
-        Step(f"{_REDUCER}.arrived", "complete: is its bucket, too?", by="Sink.add_product", via=("_arrived",), column=1),
+        Step(f"{_REDUCER}.arrived", "complete: its bucket too?", by="Sink.add_product", via=("_arrived",), column=1),
         Step(f"{_REDUCER}._start", "the next bucket of the queue leaves"),
         Step("threed.collectives:start_reduce_scatter", "begins the sum over data ranks"),
         Step(f"{_REDUCER}._complete_oldest", "waits, where too many are under way",

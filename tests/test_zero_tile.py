@@ -19,7 +19,7 @@ def train_and_watch(case: Case) -> tuple[Result, int]:
     def open_(self: Gatherer, group: Group, holder: int) -> None:
         nonlocal most
         inner(self, group, holder)
-        most = max(most, sum(held.kind.tile is not None for held in self._holders))
+        most = max(most, sum(held.key.tile is not None for held in self._holders))
 
     Gatherer.open = open_  # type: ignore[method-assign]
     try:
