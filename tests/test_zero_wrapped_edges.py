@@ -361,7 +361,7 @@ class OfLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         inner = models.build(config_of(PlainCase(layers=2)).model, Slicing())
-        self.hidden, self.slicing, self.layers, self.costs = inner.hidden, inner.slicing, inner.layers, inner.costs
+        self.hidden, self.slicing, self.layers = inner.hidden, inner.slicing, inner.layers
 
 
 def test_a_model_of_layers_may_be_a_module() -> None:

@@ -237,7 +237,8 @@ class _Reductions:
         self.always = reducer.rounds
         rounds = min(blueprint.plan.microbatches, 2) if reducer.rounds else 1
         traffic = blueprint.topology.traffic
-        with Watch(storages(layout, states)) as watch:
+        staged = [drive.take() for drive in layout.policy.drives]  # counted with the drives
+        with Watch([*storages(layout, states), *staged]) as watch:
             reducer.begin(rounds)
             self.during: dict[int, int] = {}
             for _ in range(rounds):
