@@ -329,7 +329,8 @@ def test_a_registered_schedule_is_built_and_checked(monkeypatch: pytest.MonkeyPa
 
     schedules.register("loop", loop, chunks=None)
     schedules.register("broken", lambda stages, microbatches: Plan("broken", stages, microbatches, 1, ((),) * stages))
-    assert schedules.available() == ("gpipe", "1f1b", "loop", "broken")
+    assert schedules.available()[:2] == ("gpipe", "1f1b")
+    assert schedules.available()[-2:] == ("loop", "broken")  # other tests of this process may have registered theirs
     assert build("loop", 2, 2).chunks == 2
     assert build("loop", 2, 2, chunks=3).total_stages == 6
     check_rendezvous(lower(build("loop", 3, 4)))
