@@ -28,7 +28,7 @@ from threed.layers import Block, MicroBatch, Slicing
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.boundary import like, tensors
 from threed.pipeline.stage import AlwaysWhole, Stage
-from threed.pipeline.trace import META, LayerCost, TraceError, Tracer
+from threed.pipeline.trace import META, LayerCost, TraceError, Tracer, stated_flops
 from threed.planner import Grid
 from threed.topology import Topology
 
@@ -166,6 +166,30 @@ def test_what_is_computed_again_is_not_kept(name: str, cut: tuple[int, int, bool
     if again:  # its backward has all that the plain one keeps
         plain = traced(config_of(MODELS[name], dtype, t, sequence), rank)
         assert costs[1].backward >= held(plain[1]) > held(costs[1])
+
+
+@pytest.mark.parametrize("tile", [1, 2])
+@pytest.mark.parametrize(("t", "cut"), [(1, False), (4, False), (4, True)])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_state_the_flops_that_are_traced(name: str, t: int, cut: bool, tile: int) -> None:
+    """On every tensor rank, whole or tiled."""
+    config = config_of(MODELS[name], tp=t, cut=cut)
+    for rank in {0, t - 1}:
+        topology = Topology.drawn(Grid(tp=t), rank)
+        layers = models.build(config.model, Slicing(topology.axis("tp"), cut, tile=tile)).layers()
+        wanted = [cost.flops_forward for cost in formulas.transformer_costs(dims_of(config, rank), 2)]
+        assert stated_flops(layers, ROWS * config.model.seq, config.model.seq) == wanted
+
+
+@pytest.mark.parametrize("name", USERS_MODELS)
+def test_layers_by_others_state_what_is_traced_or_nothing(name: str) -> None:
+    config, data = users_cases.config_of(users_cases.Case(name)), users_cases.batch(name, 0)
+    layers, seq = USERS_MODELS[name](config.model, Slicing()).layers(), config.model.seq
+    stated = stated_flops(layers, users_cases.ROWS * seq, seq)
+    if stated is not None:
+        micro = MicroBatch(data["tokens"], data["labels"], torch.arange(users_cases.ROWS), torch.ones(()))
+        costs = Tracer(on_meta(micro), torch.float64, torch.float64, Counter()).trace(layers)
+        assert stated == [cost.flops for cost in costs]
 
 
 # -------------------------------------------------------------------------------------------------- published figures
