@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.house import SANS, STYLES, draw_band, wrap, write
 from tests.test_floors import FLOORS, ROOT
 
-LEFT, WIDTH, GUTTER, LANE = 190, 172, 22, 22  # of the first box; of boxes; between columns, and between boxes
+LEFT, WIDTH, GUTTER, LANE = 190, 172, 24, 24  # of the first box; of boxes; between columns, and between boxes
 SIZE, LINE, MARGIN = 9.5, 12, 14  # of letters, of lines, and above and below the boxes of a floor
 DARK, PAPER = "#1f2937", "#a0522d"
 
@@ -67,10 +67,11 @@ class Journey:
 
     def calls(self) -> Iterator[tuple[Step, Step]]:
         """Every step but the first, after its caller."""
-        first = {step.name: step for step in reversed(self.steps)}
+        drawn = {step.where: step for step in self.steps if step.what}
+        named = {step.name: step for step in drawn.values()}
         for before, step in zip(self.steps, self.steps[1:], strict=False):
             if step.by or step.note != "begins":
-                yield first[step.by or before.name], step
+                yield named[step.by] if step.by else drawn[before.where], step
 
 
 CONFIG = Journey(
@@ -119,7 +120,7 @@ MICROBATCH = Journey(
         Step(f"{_TRAINER}._fetch", "this data rank's samples of a step",
              note="called ahead, by the prefetcher's thread"),
         Step("threed.data.samples:Samples.batch", "tokens and labels, from a memory map"),
-        Step(f"{_ENGINE}.step", "one optimizer step", by="Trainer._one_step", via=("_step",)),
+        Step(f"{_ENGINE}.step", "one optimizer step", by="Trainer._one_step", via=("_step",), column=1),
         Step("threed.batches:Batches.micro_batches", "places and cuts the batch", via=("_micro_batches",)),
         Step("threed.collectives:sum_of_scalars", "counts valid tokens of all data ranks", via=("_weight",)),
         Step(f"{_ENGINE}._plan", "the schedule with these numbers", by="Engine.step"),
@@ -141,18 +142,18 @@ MICROBATCH = Journey(
         Step("threed.ops.matmul:linear", "the product", by="_Linear.forward"),
         Step("threed.layers.linear:RowLinear.forward", "the row product, then g",
              by="MLP.forward", note="called as a module"),
-        Step("threed.layers.slicing:Slicing.reduce", "g"),
+        Step("threed.layers.slicing:Slicing.reduce", "g: the sum of all ranks' products"),
         Step("threed.collectives:reduce_from", "sums over tensor ranks"),
         Step("threed.layers.loss:LanguageModelHead.forward", "logits, token losses, their weighted sum",
-             by="Stage.forward", note="called as a module, on the last stage", column=4),
+             by="Stage.forward", note="called as a module, on the last stage", column=3),
         Step("threed.ops.cross_entropy:vocab_parallel_cross_entropy", "three numbers a token from each rank"),
         Step(f"{_EXECUTOR}._send", "on the other stages", by="Executor.run", note="by the table of handlers"),
         Step("threed.pipeline.transport:Links.send", "on the link to that stage"),
         Step("threed.collectives:send", "begins to send"),
-        Step(f"{_ENGINE}.update", "this rank's part of the loss", by="Engine.step"),
+        Step(f"{_ENGINE}.update", "ends the step, with this rank's loss", by="Engine.step"),
         Step("threed.zero.optimizer:Optimizer.step", "carries it with the norm"),
         Step("threed.collectives:sum_of_scalars"),
-        Step("threed.metrics:StepMetrics.loss", "read where it is logged", by="Trainer._one_step"),
+        Step("threed.metrics:StepMetrics.loss", "read where it is logged", by="Trainer._one_step", column=5),
     ),
 )  # fmt: skip
 
@@ -174,7 +175,8 @@ GRADIENT = Journey(
              by="weight_gradient", note="handed down as weight.sink, a GradSink"),
         Step("threed.zero.gradients:FullGradients.view", "where in the flat buffer it goes", via=("_target",)),
         Step("threed.ops.matmul:add_product_", "the product, into the buffer itself", by="Sink.add_product"),
-        Step(f"{_REDUCER}.arrived", "complete: its bucket too?", by="Sink.add_product", via=("_arrived",), column=1),
+        Step(f"{_REDUCER}.arrived", "complete: its bucket too?", by="Sink.add_product",
+             via=("_arrived",), column=1),
         Step(f"{_REDUCER}._start", "the next bucket of the queue leaves"),
         Step("threed.collectives:start_reduce_scatter", "begins the sum over data ranks"),
         Step(f"{_REDUCER}._complete_oldest", "waits, where too many are under way",
@@ -191,9 +193,10 @@ GRADIENT = Journey(
         Step("threed.ops.adam:Adam.update", "weights and moments of a slice", via=("_apply_rule",)),
         Step("threed.zero.gather:Gatherer.publish", "this bucket has new values", by="Optimizer._update"),
         Step("threed.collectives:start_all_gather", "begins to gather the others' slices"),
-        Step(f"{_STAGE}.forward", "of the next step", by="Gatherer.publish", note="while that is under way", column=5),
+        Step(f"{_STAGE}.forward", "layer by layer, in the next step", by="Gatherer.publish",
+             note="begins while gathers are under way", column=5),
         Step("threed.zero.gather:Gatherer.ready", "waits for this layer's buckets only"),
-        Step("threed.collectives:Pending.wait", "whole", via=("_wait_for",)),
+        Step("threed.collectives:Pending.wait", "they are whole", via=("_wait_for",)),
     ),
 )  # fmt: skip
 
@@ -277,7 +280,7 @@ def route(caller: Box, box: Box, boxes: dict[str, Box]) -> list[tuple[float, flo
         middle = box.x + WIDTH / 2
         return [(middle, caller.y + caller.height), (middle, box.y)]
     up, right = box.y < caller.y, box.column < caller.column
-    aside = 5 + 3 * (caller.number % 5)
+    aside = 7 + 3 * (caller.number % 5)
     begin = caller.x + (20 if right or caller.column == box.column else WIDTH - 20)
     edge = box.x + WIDTH if right else box.x
     gutter = edge + aside if right else edge - aside

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import itertools
-from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,10 @@ every = pytest.mark.parametrize("journey", JOURNEYS, ids=lambda journey: journey
 Function = ast.FunctionDef | ast.ClassDef
 
 
-def tree_of(step: Step) -> ast.Module:
-    """The source of a step's module."""
-    file = importlib.import_module(step.where.partition(":")[0]).__file__
+@functools.cache
+def tree_of(module: str) -> ast.Module:
+    """The source of a module."""
+    file = importlib.import_module(module).__file__
     assert file is not None
     return ast.parse(Path(file).read_text(encoding="utf-8"))
 
@@ -41,16 +42,14 @@ def named(function: Function) -> set[str]:
 
 def says(caller: Step, step: Step) -> bool:
     """Whether the caller's source names the step, or the first helper, which names the next."""
-    tree, names = tree_of(caller), caller.name.split(".")
-    inside = names[:-1] or names if isinstance(found(tree, names[:-1] or names), ast.FunctionDef) else names
+    tree, names = tree_of(caller.where.partition(":")[0]), caller.name.split(".")
     function = found(tree, names)
     for helper in step.via:
         if helper not in named(function):
             return False
-        owners = (prefix for prefix in ([*names[:-1]], names, inside, []) if defines(tree, [*prefix, helper]))
-        function = found(tree, [*next(owners), helper])
-    target = step.name.split(".")[-1]
-    return target in named(function)
+        own = [names[0], helper]
+        function = found(tree, own if defines(tree, own) else [helper])
+    return step.name.split(".")[-1] in named(function)
 
 
 def defines(tree: ast.AST, names: list[str]) -> bool:
@@ -65,8 +64,12 @@ def defines(tree: ast.AST, names: list[str]) -> bool:
 @every
 def test_every_step_is_in_the_code(journey: Journey) -> None:
     for step in journey.steps:
+        assert not step.by or sum(other.name == step.by for other in journey.steps if other.what) == 1, step.by
+    for step in journey.steps:
         module = importlib.import_module(step.where.partition(":")[0])
-        assert callable(target := reduce(getattr, step.name.split("."), module)) or isinstance(target, property)
+        assert callable(target := functools.reduce(getattr, step.name.split("."), module)) or isinstance(
+            target, property
+        )
 
 
 @every
