@@ -12,12 +12,14 @@ import torch
 from tests.configs import engine_of
 from tests.harness import run_ranks
 from tests.runs import SEQ, configuration, open_text, run
+from threed import models
 from threed.checkpoint import native
 from threed.data import Samples
 from threed.engine import Engine
 from threed.forecast import Forecast
-from threed.models.dimensions import layer_flops
+from threed.layers import Slicing
 from threed.monitor import metrics
+from threed.pipeline.trace import stated_flops
 from threed.planner.cut import partition
 
 GIB = 2**30
@@ -122,8 +124,9 @@ def test_what_a_pipeline_logs(tmp_path: Path) -> None:
     """With one micro-batch the first stage waits exactly while the second one works."""
     run_ranks(2, two_stages, tmp_path)
     config = configuration(tmp_path, open_text(tmp_path), 2, **PIPELINE)
-    flops = layer_flops(config.model, 4)
-    first, second = (sum(flops[i] for i in stage) for stage in partition("balanced", flops, 2))
+    layers = models.build(config.model, Slicing()).layers()
+    flops = stated_flops(layers, 4 * SEQ, SEQ) or []
+    first, second = (sum(flops[i] for i in stage) for stage in partition("balanced", len(flops), 2, lambda: flops))
     boundary = 4 * SEQ * 16 * 8  # bytes of [s b h], once forward by the first rank, once back by the second
     # 5 %: half a thousand bytes of when what ran.
     for row in rows_of(tmp_path)[1:]:
