@@ -167,7 +167,7 @@ def _exchange_sum(full: Tensor, axis: Axis, dtype: torch.dtype, into: Tensor | N
         if axis.size == 2:
             versions.insert(axis.index, parts[axis.index])
         total = torch.add(versions[0].to(wide), versions[1].to(wide), out=direct)
-        for version in versions[2:]:
+        for version in versions[2 : 3 if got.is_meta else None]:  # on paper one shows what it takes
             total += version
         if into is None:
             return total.to(dtype).view(shape)

@@ -25,7 +25,7 @@ class StepScalars:
 
 
 class Rule(Protocol):
-    """An update rule, with its constants. parts: the names of what it keeps beside the weights, element by element."""
+    """An update rule, with its constants. state_names: what it keeps beside the weights, element by element."""
 
     @property
     def state_names(self) -> tuple[str, ...]: ...
