@@ -18,7 +18,7 @@ from threed import schedules
 from threed.config import Config, ConfigError
 from threed.models import Model, Wrapped
 from threed.models.wrapped import find_problems
-from threed.pipeline.activation_checkpointing import choose, with_recompute
+from threed.pipeline.activation_checkpointing import recomputed_layers, with_recompute
 from threed.planner.cut import Cut, partition
 from threed.schedules import Plan
 from threed.sharding import spec_of
@@ -54,7 +54,7 @@ class Blueprint:
         wrapped = model if isinstance(model, Wrapped) else None
         setup.check_groups(config.optim, layers)
         p, r = config.parallel, config.recompute
-        recomputed = [] if r.mode == "none" else choose(layers, r.every)
+        recomputed = recomputed_layers(config, layers)
         plan = step_plan(config, topology.dp)
         again = recomputed if r.mode == "full" else ()
         ranges = partition(p.partition, len(layers), plan.total_stages, lambda: with_recompute(costs(layers), again))

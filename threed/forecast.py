@@ -16,7 +16,7 @@ from threed.config import Config
 from threed.footprint import footprint, trace
 from threed.layers import Slicing
 from threed.models import Model
-from threed.pipeline.activation_checkpointing import choose
+from threed.pipeline.activation_checkpointing import recomputed_layers
 from threed.pipeline.trace import LayerCost
 from threed.planner.grid import AXES, Grid
 from threed.planner.memory import regime
@@ -77,7 +77,10 @@ class Forecast:
             layers = first.cut.chunks(place["pp"])
             ranks.append(RankForecast(rank, grid.label(rank), layers, found.bytes, found.sends))
         bubble = _timeline(flops, first).bubble
-        per_token = sum(whole.flops) / (config.train.micro_batch * config.model.seq)
+        counted = sum(
+            3.0 * cost.flops for cost in whole.costs
+        )  # not what the model says it costs, in a unit of its own
+        per_token = counted / (config.train.micro_batch * config.model.seq)
         return cls(config, grid.sizes, whole.parameters, first.plan.microbatches, bubble, per_token, ranks)
 
     def text(self) -> str:
@@ -134,8 +137,7 @@ class _Column:
     @functools.cached_property
     def costs(self) -> list[LayerCost]:
         """Of every layer of the model, to a rank of this column."""
-        r = self.config.recompute
-        recomputed = [] if r.mode == "none" else choose(self.layers, r.every)
+        recomputed = recomputed_layers(self.config, self.layers)
         return trace(self.model, self.layers, self.config, self.topology, recomputed)
 
     @property

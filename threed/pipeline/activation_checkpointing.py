@@ -237,6 +237,11 @@ def choose(layers: Sequence[nn.Module], every: int) -> list[int]:
     return [n for n, layer in enumerate(layers) if getattr(layer, "recomputable", True)][::every]
 
 
+def recomputed_layers(config: Config, layers: Sequence[nn.Module]) -> list[int]:
+    """Returns the numbers of the layers of which something is computed again."""
+    return [] if config.recompute.mode == "none" else choose(layers, config.recompute.every)
+
+
 def with_recompute(costs: Sequence[float], again: Sequence[int]) -> Sequence[float]:
     """Returns FLOPs of layers, forward and backward; those in `again` run their forward, a third of it, twice."""
     return [cost + cost / 3 if number in again else cost for number, cost in enumerate(costs)]

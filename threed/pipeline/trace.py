@@ -87,7 +87,7 @@ class Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler at the first operation, which takes seconds
+        return False  # else every operation here goes through torch's compiler first
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -192,7 +192,8 @@ class Tracer:
         costs, form, recomputed = [], None, recomputed or Recomputed()
         for number, layer in enumerate(layers):
             again = number in recomputed.units
-            key = (_fingerprint(layer, str(getattr(layer, "name", ""))), form, again, layer is layers[-1])
+            name = str(getattr(layer, "name", ""))
+            key = (_fingerprint(layer, name, set()), form, again, layer is layers[-1])
             if key not in self._known:
                 try:
                     self._known[key] = self._run(layer, form, recomputed if again else None)
@@ -282,16 +283,22 @@ def _any_alive(refs: Iterable[StorageWeakRef]) -> bool:
     return any(not ref.expired() for ref in refs)
 
 
-def _fingerprint(value: Any, name: str) -> Any:
-    """What is the same for two layers that are built alike, whatever their names; hashable."""
+def _fingerprint(value: Any, name: str, around: set[int]) -> Any:
+    """What is the same for two layers that are built alike, whatever their names; hashable. around: the ids of what
+    this value is in: a part may refer back to its parent."""
+    if isinstance(value, nn.Module | dict | list | tuple | set | frozenset):
+        if id(value) in around:
+            return id(value)
+        around = around | {id(value)}
     if isinstance(value, nn.Module):
-        return type(value), _fingerprint(vars(value), name)
+        return type(value), _fingerprint(vars(value), name, around)
     if isinstance(value, dict):
-        return tuple((str(key).replace(name, "") if name else key, _fingerprint(v, name)) for key, v in value.items())
+        items = ((str(key).replace(name, "") if name else key, v) for key, v in value.items())
+        return tuple((key, _fingerprint(v, name, around)) for key, v in items)
     if isinstance(value, list | tuple):
-        return tuple(_fingerprint(item, name) for item in value)
+        return tuple(_fingerprint(item, name, around) for item in value)
     if isinstance(value, set | frozenset):
-        return frozenset(_fingerprint(item, name) for item in value)
+        return frozenset(_fingerprint(item, name, around) for item in value)
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     if isinstance(value, str):
