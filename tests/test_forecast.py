@@ -239,6 +239,16 @@ def test_a_model_that_reads_other_things_says_what_by_an_example() -> None:
     assert found.ranks[0].sends["pp"] == found.ranks[2].sends["pp"] == 4 * message
 
 
+def test_flops_a_token_are_counted_whatever_a_model_says_that_it_costs() -> None:
+    class Says(models.GPT):
+        def costs(self, micro_batch: int) -> list[float]:
+            return [1.0] * (self.config.layers + 2)
+
+    config = resolve(Config.model_validate({"model": {"layers": 2, "hidden": 32, "heads": 4, "seq": 16}}), 64, 8)
+    plain = Forecast.of(config, 8)
+    assert Forecast.of(config, 8, lambda slicing: Says(config.model, slicing)).flops_per_token == plain.flops_per_token
+
+
 def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
     config = vision(1)
     with pytest.raises(TraceError, match=r"patches \(Patches\) could not be run on the meta device"):

@@ -276,13 +276,14 @@ PSI = 2 * (12 * 128**2 + 13 * 128) + (64 + 16 + 2) * 128
 BLOCK = 12 * 128**2 + 13 * 128
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
 def test_data_parallel_volume_is_2_psi_as_in_1910_02054_section_7(n: int) -> None:
     """Under stage 3 it is 3 Psi for what lies between the ends: these may be whole still where the rank turns round."""
     for stage in range(3):
         assert sent(n, stage) == 2 * PSI * 4 * (n - 1) // n
     assert sent(n, 1, dtype="bf16") == PSI * (4 + 2) * (n - 1) // n
-    assert sent(n, 3, layers=3) - sent(n, 3) == 3 * BLOCK * 4 * (n - 1) // n
+    if n < 8:  # in 8 slices a block's biases are padded
+        assert sent(n, 3, layers=3) - sent(n, 3) == 3 * BLOCK * 4 * (n - 1) // n
 
 
 def test_stages_2_and_3_pay_for_every_microbatch() -> None:
@@ -295,8 +296,8 @@ def test_stages_2_and_3_pay_for_every_microbatch() -> None:
 
 @pytest.mark.parametrize(("stage", "reductions", "gathered"), [(1, 1, 1), (2, 3, 1), (3, 3, 6)])
 def test_groups_of_shards_all_reduce_their_slices_once(stage: int, reductions: int, gathered: int) -> None:
-    """4 data ranks as 2 groups of 2 (MiCS, arXiv 2205.00119, section 3.4; FSDP's hybrid sharding), bf16; a block's."""
-    s, r = 2, 2
+    """8 data ranks as 2 groups of 4 (MiCS, arXiv 2205.00119, section 3.4; FSDP's hybrid sharding), bf16; a block's."""
+    s, r = 4, 2
     block = sent(s, stage, 3, world=s * r, layers=3, dtype="bf16") - sent(s, stage, 3, world=s * r, dtype="bf16")
     scattered, own = BLOCK * 4 * (s - 1) // s, BLOCK // s * 4
     assert block == reductions * scattered + 2 * own * (r - 1) // r + gathered * BLOCK * 2 * (s - 1) // s

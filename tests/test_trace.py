@@ -434,6 +434,14 @@ def test_layers_that_differ_in_anything_are_run_each(forwards: list[str]) -> Non
     assert forwards == ["blocks.0", "blocks.2", "blocks.3"]
 
 
+def test_a_layer_may_refer_back_to_its_parent(forwards: list[str]) -> None:
+    layers = [Start(16), Plain("plain", 16, 2), Plain("other", 16, 2)]
+    for layer in layers[1:]:
+        layer.__dict__["around"] = {"parent": [layer]}
+    costs = tracer().trace(layers)
+    assert costs[1] == costs[2] == tracer().trace([Start(16), Plain("plain", 16, 2)])[1]
+
+
 class Peeks(Plain):
     """Reads a value on the host."""
 

@@ -39,7 +39,7 @@ from threed.pipeline import activation_checkpointing
 from threed.pipeline.executor import Executor, Span
 from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.transport import Links, Transport
-from threed.precision import LossScale, dtype
+from threed.precision import LossScale
 from threed.schedules import Plan, forward_only, lower
 from threed.schedules import build as build_plan
 from threed.sharding import Box, Piece, initial
@@ -105,8 +105,7 @@ class Engine:
         module = self.wrapped and self.wrapped.module
         self.buffers = buffers.build(layers, blueprint.cut, topology, blueprint.again, module)
         self.gatherer = Gatherer(self.layout, self._gather_axis())
-        wire = dtype(config.precision.reduce_dtype or config.precision.grad_dtype or "fp32")
-        self.reducer = Reducer(self.layout, wire, dynamic=self.wrapped is not None)
+        self.reducer = Reducer(self.layout, setup.wire(config.precision), dynamic=self.wrapped is not None)
         self.reducer.warns = topology.axis("tp").index == 0
         self.optimizer = Optimizer(
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),

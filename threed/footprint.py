@@ -232,8 +232,7 @@ class _Reductions:
 
     def __init__(self, blueprint: Blueprint, states: Sequence[State]) -> None:
         layout, config = blueprint.layout, blueprint.config
-        wire = dtype(config.precision.reduce_dtype or config.precision.grad_dtype or "fp32")
-        reducer = Reducer(layout, wire)
+        reducer = Reducer(layout, setup.wire(config.precision))
         self.always = reducer.rounds
         rounds = min(blueprint.plan.microbatches, 2) if reducer.rounds else 1
         traffic = blueprint.topology.traffic

@@ -114,6 +114,11 @@ def check_groups(optim: OptimConfig, units: Iterable[HasModules]) -> None:
         raise ConfigError([f"--optim.groups {match!r} matches no parameter: names are {some}" for match in idle])
 
 
+def wire(precision: PrecisionConfig) -> torch.dtype:
+    """Returns the dtype in which gradients travel."""
+    return dtype(precision.reduce_dtype or precision.grad_dtype or "fp32")
+
+
 def rule(optim: OptimConfig) -> Rule:
     """Returns the optimizer's update rule."""
     if optim.name == "sgd":
