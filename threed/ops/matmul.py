@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from threed.topology import default_device
+
 
 @functools.cache
 def _onednn_is_faster() -> bool:
@@ -27,8 +29,8 @@ def _onednn_is_faster() -> bool:
     return wide and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def _by_onednn(x: Tensor, weight: Tensor) -> bool:
-    fits = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu"
+def _by_onednn(x: Tensor, weight: Tensor, device: str = "") -> bool:
+    fits = x.dtype == weight.dtype == torch.float32 and (device or x.device.type) == "cpu"
     return fits and x.numel() > 0 and weight.numel() > 0 and _onednn_is_faster()
 
 
@@ -43,8 +45,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
-    """out += a b, or out = a b when `fresh`: out [m n], a [m k], b [k n], of one dtype."""
-    if not _by_onednn(a, b):
+    """out += a b, or out = a b when `fresh`: out [m n], a [m k], b [k n], of one dtype.
+
+    On the meta device it makes what it would make on the device of this process: oneDNN's product is a tensor apart.
+    """
+    if not _by_onednn(a, b, default_device().type if a.is_meta else ""):
         torch.mm(a, b, out=out) if fresh else out.addmm_(a, b)
         return
     # oneDNN repacks its second operand but not the first: a tall, transposed `a` goes second.

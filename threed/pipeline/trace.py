@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from threed.layers.recompute import Selective
 from threed.layers.slicing import MicroBatch
+from threed.ops import matmul
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, gradients_of, tensors
 from threed.pipeline.stage import AlwaysWhole, Stage
@@ -158,20 +159,22 @@ class _Fused(TorchFunctionMode):
 class _Sink:
     """A gradient's buffer, which is there anyway; what else is made on the way to it is made here too."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, target: Tensor) -> None:
+        self.target = target
 
     def add(self, grad: Tensor) -> None:
         """Adds nothing."""
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Makes the product where it cannot be made in the buffer."""
-        if a.dtype != self.dtype:
+        """Makes the product where it is not made in the buffer."""
+        if a.dtype == self.target.dtype:
+            matmul.add_product_(self.target, a, b, fresh=False)
+        else:
             torch.mm(a, b)
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Makes rows of the buffer's dtype."""
-        rows.to(self.dtype)
+        rows.to(self.target.dtype)
 
 
 class Tracer:
@@ -229,15 +232,16 @@ class Tracer:
             for name, param in module._parameters.items():
                 if param is not None and id(param) not in made:
                     new = nn.Parameter(torch.empty(param.shape, dtype=self.dtype, device=META), param.requires_grad)
-                    new.sink = _Sink(self.grad_dtype)  # type: ignore[attr-defined]
+                    new.sink = _Sink(torch.empty_like(new, dtype=self.grad_dtype))  # type: ignore[attr-defined]
                     if param.requires_grad:
                         new.register_post_accumulate_grad_hook(_drop)
                     made[id(param)] = new
                 module._parameters[name] = None if param is None else made[id(param)]
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(META)
-        yield from made.values()
-        yield from (buffer for buffer in layer.buffers())
+        for param in made.values():
+            yield from (param, param.sink.target)  # type: ignore[attr-defined]
+        yield from layer.buffers()
 
 
 def _drop(param: Tensor) -> None:
