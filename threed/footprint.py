@@ -38,6 +38,7 @@ from threed.zero.reducer import Reducer
 from threed.zero.state import State, holdings, new_state, storages
 
 MESSAGES = 2  # to other stages, on their way at once
+STEADY = 3  # rounds after which one more finds the buffers that it needs
 
 
 @dataclass(frozen=True)
@@ -234,29 +235,34 @@ class _Reductions:
         layout, config = blueprint.layout, blueprint.config
         reducer = Reducer(layout, setup.wire(config.precision))
         self.always = reducer.rounds
-        rounds = min(blueprint.plan.microbatches, 2) if reducer.rounds else 1
-        traffic = blueprint.topology.traffic
+        rounds = min(blueprint.plan.microbatches, STEADY) if reducer.rounds else 1
+        traffic, before = blueprint.topology.traffic, Counter(blueprint.topology.traffic)
         staged = [drive.take() for drive in layout.policy.drives]  # counted with the drives
         with Watch([*storages(layout, states), *staged]) as watch:
-            reducer.begin(rounds)
-            self.during: dict[int, int] = {}
-            for _ in range(rounds):
-                before = Counter(traffic)
-                last = sum(len(chunk) for chunk in blueprint.chunks)
-                for chunk in reversed(range(len(blueprint.chunks))):
-                    first = last - len(blueprint.chunks[chunk])
-                    self._backward(reducer, layout, range(first, last), watch)
-                    reducer.pass_ended(chunk)
-                    last = first
-            self.left = watch.begin()
-            # The rounds that were not run are as the last one was.
-            for label in traffic:
-                traffic[label] += (
-                    (traffic[label] - before[label]) * (blueprint.plan.microbatches - rounds) * self.always
-                )
-            reducer.finish()
-            self.end = watch.most
+            for _ in range(2 if reducer.rounds and rounds < STEADY else 1):  # buffers stay from step to step
+                traffic.clear()
+                traffic.update(before)
+                self._step(blueprint, reducer, rounds, watch)
             self.standing = watch.bytes()  # from step to step
+
+    def _step(self, blueprint: Blueprint, reducer: Reducer, rounds: int, watch: Watch) -> None:
+        """Runs a step of so many rounds; the rounds that are not run are as the last one is."""
+        traffic = blueprint.topology.traffic
+        reducer.begin(rounds)
+        self.during: dict[int, int] = {}
+        for _ in range(rounds):
+            before = Counter(traffic)
+            last = sum(len(chunk) for chunk in blueprint.chunks)
+            for chunk in reversed(range(len(blueprint.chunks))):
+                first = last - len(blueprint.chunks[chunk])
+                self._backward(reducer, blueprint.layout, range(first, last), watch)
+                reducer.pass_ended(chunk)
+                last = first
+        self.left = watch.begin()
+        for label in traffic if self.always else ():
+            traffic[label] += (traffic[label] - before[label]) * (blueprint.plan.microbatches - rounds)
+        reducer.finish()
+        self.end = watch.most
 
     def _backward(self, reducer: Reducer, layout: Layout, units: range, watch: Watch) -> None:
         """Every parameter of some units gets its gradients."""
