@@ -19,7 +19,12 @@ class Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[int, StorageWeakRef] = {}
-        self.made = False  # set when a new one was seen
+        self._size: dict[int, int] = {}  # when it was last seen
+        self.made = 0  # bytes of those seen for the first time, or larger than before
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else every operation here goes through torch's compiler first
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -32,9 +37,11 @@ class Live(TorchDispatchMode):
             if isinstance(value, Tensor):
                 if value.device.type != "meta":
                     storage = value.untyped_storage()
-                    known = self._seen.get(storage._cdata)
+                    key, nbytes, known = storage._cdata, storage.nbytes(), self._seen.get(storage._cdata)
                     if known is None or known.expired():
-                        self._seen[storage._cdata], self.made = StorageWeakRef(storage), True
+                        self._seen[key], self._size[key] = StorageWeakRef(storage), 0
+                    self.made += max(0, nbytes - self._size[key])  # memory may be freed, and allocated again
+                    self._size[key] = nbytes
             elif not isinstance(value, str) and isinstance(value, Iterable):
                 self._look_at(value)
 
@@ -45,7 +52,9 @@ class Live(TorchDispatchMode):
             storage = None if ref.expired() else torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             if storage is None:
                 del self._seen[key]
-            elif storage.nbytes():
+                continue
+            self._size[key] = storage.nbytes()
+            if storage.nbytes():
                 found.append(storage.nbytes())
         return sorted(found, reverse=True)
 
@@ -76,9 +85,12 @@ class Peak(Live):
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = 0
+        self.most = self._bound = 0  # no sum of sizes since the last look is above the bound
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.most = max(self.most, self.bytes_now())
+        self._bound, self.made = self._bound + self.made, 0
+        if self._bound > self.most:
+            self._bound = self.bytes_now()
+            self.most = max(self.most, self._bound)
         return out

@@ -1,4 +1,4 @@
-"""The most bytes of live storages in a step, measured on real ranks, beside what the forecast says."""
+"""The most bytes of live storages in a step, measured on real ranks."""
 
 from __future__ import annotations
 
@@ -7,25 +7,12 @@ from typing import Any
 
 import torch
 
-from tests.live import Live
+from tests.live import Peak
 from threed import models
 from threed.config import Config, resolve
 from threed.engine import Engine
-from threed.forecast import Forecast
 from threed.layers import Slicing
 from threed.topology import Topology
-
-
-class Peak(Live):
-    """The most bytes that were alive after an operation that made a tensor."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.made:
-            self.made, self.most = False, max(self.most, self.bytes_now())
-        return out
 
 
 def config_of(world: int, **groups: dict[str, Any]) -> Config:
@@ -40,8 +27,8 @@ def config_of(world: int, **groups: dict[str, Any]) -> Config:
     return resolve(Config.model_validate(base), 1000, world)
 
 
-def measure(config: Config) -> tuple[int, dict[str, int]]:
-    """This rank's peak in its third step, and its forecast."""
+def measure(config: Config) -> int:
+    """This rank's peak in its third step."""
     p = config.parallel
     with Peak() as peak:
         topology = Topology(pp=p.pp, tp=p.tp)
@@ -54,9 +41,9 @@ def measure(config: Config) -> tuple[int, dict[str, int]]:
             tokens = torch.randint(0, 1000, (rows, config.model.seq))
             engine.step({"tokens": tokens, "labels": tokens.clone()})
             engine.optimizer.settle()
-    return peak.most, Forecast.of(config, topology.world).ranks[topology.rank].bytes
+    return peak.most
 
 
-def measure_all(configs: list[Config]) -> list[tuple[int, dict[str, int]]]:
+def measure_all(configs: list[Config]) -> list[int]:
     """The same of several."""
     return [measure(config) for config in configs]

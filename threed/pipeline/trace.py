@@ -83,6 +83,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._seen: dict[int, StorageWeakRef] = {}
+        self._size: dict[int, int] = {}  # when it was last seen
         self._bound = 0  # no less than the bytes that are alive
         self.flops = self.most = 0
 
@@ -98,13 +99,18 @@ class Watch(TorchDispatchMode):
         return out
 
     def look_at(self, values: Any) -> None:
-        """Counts storages that were not seen before; tensors among arguments or results are in lists at most."""
+        """Counts storages that were not seen before, or have grown; among arguments, tensors are in lists at most."""
         if isinstance(values, Tensor):
             storage = values.untyped_storage()
-            known = self._seen.get(storage._cdata)
-            if (known is None or known.expired()) and storage._cdata not in self._ignored:
-                self._seen[storage._cdata] = StorageWeakRef(storage)
-                self._bound += storage.nbytes()
+            key, nbytes = storage._cdata, storage.nbytes()
+            if key in self._ignored:
+                return
+            known = self._seen.get(key)
+            if known is None or known.expired():
+                self._seen[key], self._size[key] = StorageWeakRef(storage), 0
+            if nbytes != self._size[key]:  # new, or freed and allocated again
+                self._bound += max(0, nbytes - self._size[key])
+                self._size[key] = nbytes
                 if self._bound > self.most:  # only then is it worth while to see what has gone meanwhile
                     self.most = max(self.most, self.bytes())
         elif isinstance(values, list | tuple):
@@ -113,9 +119,10 @@ class Watch(TorchDispatchMode):
 
     def bytes(self) -> int:
         """Bytes that are alive."""
-        self._seen = {key: ref for key, ref in self._seen.items() if not ref.expired()}
-        found = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._seen.values())
-        self._bound = sum(storage.nbytes() for storage in found if storage is not None)
+        found = {key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for key, ref in self._seen.items()}
+        self._size = {key: storage.nbytes() for key, storage in found.items() if storage is not None}
+        self._seen = {key: self._seen[key] for key in self._size}
+        self._bound = sum(self._size.values())
         return self._bound
 
     def begin(self) -> int:
