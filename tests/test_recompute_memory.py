@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.live import Live
 from tests.test_formulas import BASE, DTYPES, LLAMA, build_layers
 from threed.config import Config
 from threed.engine import Engine
-from threed.forecast import Forecast
+from threed.forecast import Forecast, RankForecast
 from threed.layers import MLP, Attention, Block, LayerNorm, MicroBatch, Slicing
 from threed.layers.recompute import Selective
 from threed.memory.io import Disk
@@ -159,8 +159,8 @@ def step(engine: Engine, number: int) -> None:
     engine.optimizer.settle()
 
 
-def most_kept(case: Case) -> tuple[int, int]:
-    """Bytes that a rank's micro-batches keep at the worst moment of a step, measured and planned."""
+def most_kept(case: Case) -> int:
+    """Bytes that a rank's micro-batches keep at the worst moment of a step."""
     live, config, worst = Live(), sized(case), [0]
     with live:
         engine = engine_of(config)
@@ -176,12 +176,16 @@ def most_kept(case: Case) -> tuple[int, int]:
 
         stage.forward = measured  # type: ignore[method-assign]
         step(engine, 1)
-    planned = Forecast.of(config, case.world).ranks[engine.topology.rank].bytes["activations"]
-    return max(worst) + (0 if arena is None else arena.count * arena.nbytes), planned
+    return max(worst) + (0 if arena is None else arena.count * arena.nbytes)
 
 
-def all_most_kept(cases: list[Case]) -> list[tuple[int, int]]:
+def all_most_kept(cases: list[Case]) -> list[int]:
     return [most_kept(case) for case in cases]
+
+
+def forecasts(cases: list[Case]) -> list[Sequence[RankForecast]]:
+    """Of every case, rank by rank."""
+    return [Forecast.of(sized(case), case.world).ranks for case in cases]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -189,23 +193,24 @@ def test_a_rank_keeps_what_the_forecast_says(schedule: str) -> None:
     """Up to messages: three that are being sent, the one just made, one in use and one that arrives."""
     base = Case(2, 1, 2, schedule=schedule, dtype="fp32", microbatches=3, layers=6, dropout=0.1)
     modes = ["none", "full", "half", "sliced", "selective"]
-    for found in run_ranks(4, all_most_kept, [replace(base, recompute=mode) for mode in modes]):
-        for mode, (kept, planned) in zip(modes, found, strict=True):
-            assert -0.01 * planned <= kept - planned <= 6 * MESSAGE, mode
-        plain, full, _, sliced, _ = (planned for _, planned in found)
+    cases = [replace(base, recompute=mode) for mode in modes]
+    said = forecasts(cases)
+    for rank, found in enumerate(run_ranks(4, all_most_kept, cases)):
+        planned = [ranks[rank].bytes["activations"] for ranks in said]
+        for mode, kept, nbytes in zip(modes, found, planned, strict=True):
+            assert -0.01 * nbytes <= kept - nbytes <= 6 * MESSAGE, mode
+        plain, full, _, sliced, _ = planned
         assert sliced < full < plain / 4
 
 
-def sent_over_tp(cases: list[Case]) -> list[tuple[int, int]]:
-    """Bytes that a rank sends over tp in a step, counted and planned."""
+def sent_over_tp(cases: list[Case]) -> list[int]:
+    """Bytes that a rank sends over tp in a step."""
     found = []
     for case in cases:
-        config = sized(case)
-        engine = engine_of(config)
+        engine = engine_of(sized(case))
         before = engine.topology.traffic["tp"]
         step(engine, 0)
-        sends = Forecast.of(config, case.world).ranks[engine.topology.rank].sends
-        found.append((engine.topology.traffic["tp"] - before, sends["tp"]))
+        found.append(engine.topology.traffic["tp"] - before)
     return found
 
 
@@ -214,10 +219,12 @@ def test_what_recompute_sends_again_is_planned(sequence: bool) -> None:
     """Two sums a layer, gathers of slices; under sequence parallelism gathers of what norms made."""
     modes = ["none", "full", "half", "selective", "sliced"]
     base = Case(2, 1, 2, dtype="fp32", layers=3, sequence=sequence)
-    for found in run_ranks(4, sent_over_tp, [replace(base, recompute=mode) for mode in modes]):
-        (plain, planned), *others = found
-        for mode, (sent, wanted) in zip(modes[1:], others, strict=True):
-            assert sent - plain == wanted - planned, mode
+    cases = [replace(base, recompute=mode) for mode in modes]
+    said = forecasts(cases)
+    for rank, found in enumerate(run_ranks(4, sent_over_tp, cases)):
+        planned = [ranks[rank].sends["tp"] for ranks in said]
+        for mode, sent, wanted in zip(modes, found, planned, strict=True):
+            assert sent - found[0] == wanted - planned[0], mode
         assert (found[4] == found[1]) == sequence  # sliced already: nothing is done twice
         assert (found[3] == found[0]) == (not sequence)
 
