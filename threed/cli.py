@@ -21,8 +21,12 @@ import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import get_args
 
 from threed import schedules
+from threed.config import Architecture
+
+ARCHITECTURES = "|".join(get_args(Architecture))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    tools.add_parser("train", help="[gpt|llama] --preset tiny …: trains; `threed train --help` lists every key")
+    tools.add_parser("train", help=f"[{ARCHITECTURES}] --preset tiny …: trains; `threed train --help` lists every key")
     sub = tool("schedule", "plays a pipeline schedule out, and draws it", _schedule)
     sub.add_argument("name", help=", ".join(schedules.available()))
     sub.add_argument("--stages", type=int, required=True, help="pipeline ranks")
@@ -89,13 +93,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(tool: str, *words: str) -> int:
-    """Trains, or plans a run: `[gpt|llama]`, then the flags of training."""
+    """Trains, or plans a run: an architecture or none, then the flags of training."""
     from threed import launch
 
-    arch = words[0] if words and not words[0].startswith("-") else None
+    arch, there = words[0] if words and not words[0].startswith("-") else None, get_args(Architecture)
     flags = list(words[arch is not None :])
-    if arch not in (None, "gpt", "llama"):
-        return launch.refuse(f"threed {tool} {arch}: no such architecture; there are gpt and llama")
+    if arch not in (None, *there):
+        return launch.refuse(f"threed {tool} {arch}: no such architecture; there are {' and '.join(there)}")
     if tool == "plan":
         return launch.main([*flags, "--dry-run"], arch=arch, prog="threed plan")
     return launch.main(flags, arch=arch, prog=f"-m threed train {arch or ''}".rstrip())

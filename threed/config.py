@@ -43,6 +43,7 @@ from threed.values import (
 DType = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 SumType = Literal["fp32", "bf16", "fp16", "fp64"]
 Place = Literal["none", "cpu", "nvme"]
+Architecture = Literal["gpt", "llama"]
 
 
 class ConfigError(ValueError):
@@ -135,7 +136,7 @@ class PrecisionConfig(_Group):
 class ModelConfig(_Group):
     """The shapes of the transformer."""
 
-    arch: Literal["gpt", "llama"] = Field(
+    arch: Architecture = Field(
         "gpt", description="gpt: LayerNorm, GELU, learned positions; llama: RMSNorm, SwiGLU, rotary"
     )
     layers: Count = Field(6, description="transformer blocks")

@@ -9,7 +9,6 @@ schedule cannot change it. Four 32-bit words come from one counter; element e is
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import math
 from collections.abc import Sequence
@@ -52,19 +51,11 @@ def _unit(word: Tensor) -> Tensor:
 
 def _normal_blocks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
     """Four standard normals [n 4] for each counter, by Box-Muller in fp64 (so that fp32 rounding hides libm)."""
-    library = native.library("cpu")
-    return normal_blocks(blocks, stream) if library is None else _native_blocks(library, blocks, stream)
-
-
-def _native_blocks(library: ctypes.CDLL, blocks: Tensor, stream: tuple[int, int]) -> Tensor:
-    """The same by csrc/cpu/philox.cpp."""
-    blocks = blocks.contiguous()
-    out = torch.empty(blocks.numel(), 4, dtype=torch.float32)
-    pointer, word = ctypes.c_void_p, ctypes.c_uint32
-    library.threed_normal(
-        pointer(out.data_ptr()), pointer(blocks.data_ptr()), ctypes.c_int64(blocks.numel()), word(stream[0]),
-        word(stream[1]), ctypes.c_int(torch.get_num_threads()),
-    )  # fmt: skip
+    native_normal = native.function("threed_normal", "vPPquui")  # csrc/cpu/philox.cpp
+    if native_normal is None:
+        return normal_blocks(blocks, stream)
+    blocks, out = blocks.contiguous(), torch.empty(blocks.numel(), 4, dtype=torch.float32)
+    native_normal(out.data_ptr(), blocks.data_ptr(), blocks.numel(), *stream, torch.get_num_threads())
     return out
 
 

@@ -14,7 +14,8 @@ import functools
 from typing import Any
 
 _TYPES: dict[str, Any] = {
-    "P": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_int64, "d": ctypes.c_double, "s": ctypes.c_char_p, "v": None,
+    "P": ctypes.c_void_p, "i": ctypes.c_int, "u": ctypes.c_uint32, "q": ctypes.c_int64, "d": ctypes.c_double,
+    "s": ctypes.c_char_p, "v": None,
 }  # fmt: skip
 
 
@@ -27,7 +28,7 @@ def library(name: str) -> ctypes.CDLL | None:
 def function(name: str, types: str) -> Any:
     """A function of csrc/cpu, declared; None where there is no library.
 
-    types: a letter for its result, then one for each argument: Pointer, int, int64 (q), double, string, void.
+    types: a letter for its result, then one for each argument: Pointer, int, uint32, int64 (q), double, string, void.
     """
     if (loaded := library("cpu")) is None:
         return None

@@ -6,11 +6,10 @@ for step in walk(range(4), ahead=1):  gather 0, 1 · run 0 · release 0 · gathe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """Begin to gather the units `gather`, run the unit `run`, then release it if `release`."""
 
     gather: tuple[int, ...]

@@ -77,8 +77,9 @@ class Reducer:
                 self._sinks[slot] = sink
         self.sinks = list(self._sinks.values())
         self._slots = [bucket.slots() for bucket in layout.buckets]
+        self._queue_of = [self._queues[bucket.group.key.chunks] for bucket in layout.buckets]
         for number, slots in enumerate(self._slots):
-            self._queue_of(number).buckets.append(number)
+            self._queue_of[number].buckets.append(number)
             for slot in slots:
                 self._buckets_of.setdefault(slot, []).append(number)
         self._passes = 1  # of a round
@@ -113,9 +114,6 @@ class Reducer:
         """Returns the contributions in a micro-batch. A parameter shared by chunks gets some in each chunk's round."""
         unknown = slot.varies or (self.rounds and len(group.key.chunks) > 1)
         return EVER if unknown and not self.dynamic else self._places(slot)
-
-    def _queue_of(self, number: int) -> Queue:
-        return self._queues[self.layout.buckets[number].group.key.chunks]
 
     def _places(self, slot: Slot) -> int:
         return 1 if self.dynamic else len(slot.places)
@@ -154,7 +152,7 @@ class Reducer:
             sink.begin(self._passes)
         due = {sink.slot for sink in queue.sinks if sink.expected}
         for number in queue.buckets:
-            self._missing[number] = sum(slot in due for slot in self._slots[number])
+            self._missing[number] = len(due.intersection(self._slots[number]))
         self._sent.difference_update(queue.buckets)
         queue.begun = 0
 
@@ -167,7 +165,7 @@ class Reducer:
             return
         for number in numbers:
             self._missing[number] -= 1
-        queue = self._queue_of(numbers[0])
+        queue = self._queue_of[numbers[0]]
         while queue.begun < len(queue.buckets) and self._missing[queue.buckets[queue.begun]] == 0:
             self._start(queue)
 
@@ -308,7 +306,7 @@ class Reducer:
 
     def is_late(self, sink: Sink) -> bool:
         """Returns whether a bucket of the parameter was sent in this round already."""
-        return any(number in self._sent for number in self._buckets_of.get(sink.slot, ()))
+        return not self._sent.isdisjoint(self._buckets_of.get(sink.slot, ()))
 
     def _set_aside_gradients_of_others(self) -> None:
         for slot, grad in left(self._sinks):
