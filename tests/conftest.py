@@ -33,13 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # The files that take longest, longest first: they begin first, so that two workers end together; all are slow.
 LONGEST = (
-    "test_equivalence", "test_pretrain", "test_zero_wrapped", "test_benchmarks", "test_verify", "test_recompute_memory",
-    "test_zero_memory", "test_zero_offload", "test_bytes", "test_wheel", "test_zero_layout", "test_users_models",
-    "test_wrapped_models", "test_executor", "test_zero_optimizers", "test_zero_offload_wrapped", "test_step",
-    "test_recompute", "test_deepspeed_offload_run", "test_checkpoint_resume", "test_precision", "test_zero_tile",
-    "test_docs", "test_own_models", "test_step_weights", "test_zero_offload_memory", "test_wrapped_elsewhere",
-    "test_boundary", "test_zero_resume", "test_users_probes", "test_precision_wire", "test_zero_wrapped_edges",
-    "test_zero_meta", "test_zero_offload_faults", "test_deepspeed",
+    "test_equivalence", "test_footprint", "test_zero_memory", "test_pretrain", "test_bytes", "test_recompute_memory",
+    "test_zero_wrapped", "test_executor", "test_chunks", "test_zero_offload", "test_users_models", "test_wheel",
+    "test_zero_layout", "test_zero_offload_wrapped", "test_recompute", "test_step", "test_forecast",
+    "test_checkpoint_resume", "test_zero_optimizers", "test_wrapped_models", "test_verify", "test_precision",
+    "test_scale", "test_step_weights", "test_own_models", "test_benchmarks", "test_zero_tile", "test_boundary",
+    "test_docs", "test_deepspeed_offload_run", "test_zero_offload_memory", "test_wrapped_elsewhere",
+    "test_zero_resume", "test_users_probes", "test_precision_wire", "test_zero_wrapped_edges", "test_zero_meta",
+    "test_zero_offload_faults", "test_deepspeed",
 )  # fmt: skip
 
 
