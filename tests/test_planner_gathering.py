@@ -78,7 +78,7 @@ def test_the_embedding_is_gathered_in_forwards_and_the_head_once_a_microbatch(mi
     assert of_model(plan) == microbatches * (1000 + 10 + 2 * 300 + 1000 + 5)
     assert of_model(plan, resident=6) == microbatches * (1000 + 10 + 2 * 300 + 1000)
     assert of_model(plan, resident=101) == microbatches * 2 * 1000
-    assert gathering(model_from(1001), [True] * 5, plan) == (Counter(), 0)
+    assert gathering(model_from(1001), [True] * 5, plan) == (Counter(), 0, [0] * 5)
     turns = build("gpipe", 1, microbatches).ranks[0]  # the head again in all backwards but the first
     assert of_model(turns) == microbatches * (1010 + 2 * 300) + (2 * microbatches - 1) * 1005
 
@@ -108,6 +108,13 @@ def test_at_most_the_layer_that_runs_and_those_ahead_are_whole(prefetch: int, mo
     assert gathering(MODEL, reads, plan, prefetch=prefetch).most == most
     if prefetch >= 4:
         assert most == sum({key: size for unit in MODEL for key, size in unit.items()}.values())
+
+
+def test_what_is_whole_beside_each_units_backward() -> None:
+    """The unit and those ahead of it; beside a unit that reads no weights, what stays for the next forward: nothing."""
+    plan = build("1f1b", 1, 3).ranks[0]
+    found = gathering(layers(1, 10, 100, 1000), [False, True, True, True], plan)
+    assert (found.forward, found.backward) == (1100, [0, 10, 110, 1100])
 
 
 def test_chunks_of_a_rank_are_gathered_by_themselves() -> None:

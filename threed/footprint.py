@@ -26,7 +26,7 @@ from threed.layers import MicroBatch
 from threed.models import Model
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.trace import META, LayerCost, Tracer, Watch, stated_flops
-from threed.planner.gathering import gathering
+from threed.planner.gathering import Gathering, gathering
 from threed.planner.grid import AXES
 from threed.precision import dtype
 from threed.schedules import Action, Kind
@@ -108,9 +108,9 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
         held["optimizer"] += sum(bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets)
     gathered = _gather(blueprint)
     chunks = [[costs[number] for number in chunk] for chunk in blueprint.chunks]
-    kept, most = _activations(blueprint, chunks, _Reductions(blueprint, states))
+    kept, most = _activations(blueprint, chunks, _Reductions(blueprint, states), gathered)
     held["activations"] = kept
-    held["buffers"] = most - kept + gathered + _standing(blueprint, chunks)
+    held["buffers"] = most - kept + _tiles(layout) + _standing(blueprint, chunks)
     sends = {axis: traffic[axis] - before[axis] for axis in AXES}
     _passes_send(blueprint, chunks, sends)
     elsewhere = held.pop("offloaded") + _kept_elsewhere(blueprint, chunks)
@@ -142,23 +142,28 @@ def _standing(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> in
 
 
 def _activations(
-    blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]], reductions: _Reductions
+    blueprint: Blueprint,
+    chunks: Sequence[Sequence[LayerCost]],
+    reductions: _Reductions,
+    gathered: Sequence[Gathering[Group]],
 ) -> tuple[int, int]:
     """The most bytes that micro-batches keep at once, and the most with what a pass needs beside them."""
-    passes = [Pass(chunk) for chunk in chunks]
+    passes, width = [Pass(chunk) for chunk in chunks], blueprint.layout.policy.param_dtype.itemsize
     actions = [a for a in blueprint.plan.ranks[blueprint.topology.axis("pp").index] if a.kind in COMPUTE]
     last = {action.chunk: number for number, action in enumerate(actions) if action.kind in (Kind.B, Kind.W)}
     now = kept = most = 0
     units = list(itertools.accumulate((len(chunk) for chunk in chunks), initial=0))
     for number, action in enumerate(actions):
-        one = passes[action.chunk]
+        one, whole = passes[action.chunk], gathered[action.chunk]
         if action.kind is Kind.F:
-            most, now = max(most, now + one.forward + reductions.standing), now + one.kept
+            most, now = max(most, now + one.forward + reductions.standing + whole.forward * width), now + one.kept
             kept = max(kept, now)
             continue
         leaving = reductions.always or number == last[action.chunk]
-        for unit, nbytes in enumerate(one.backward, units[action.chunk]):
-            most = max(most, now - one.kept + nbytes + (reductions.during[unit] if leaving else 0))
+        first = units[action.chunk]
+        for unit, (nbytes, numel) in enumerate(zip(one.backward, whole.backward, strict=True), first):
+            beside = numel * width + (reductions.during[unit] if leaving else 0)
+            most = max(most, now - one.kept + nbytes + beside)
         now -= 0 if action.kind is Kind.I else one.kept  # a W still needs what an I has used
         reductions.standing = max(reductions.standing, reductions.left if reductions.always else 0)
     return kept, max(most, reductions.end)
@@ -169,25 +174,31 @@ def _kept_elsewhere(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]])
     return blueprint.live * sum(cost.elsewhere for chunk in chunks for cost in chunk)
 
 
-def _gather(blueprint: Blueprint) -> int:
-    """Counts what is gathered in a step as sent; the most bytes of sliced parameters that are whole at once."""
-    layout, most, first = blueprint.layout, 0, 0
-    width, actions = layout.policy.param_dtype.itemsize, blueprint.plan.ranks[blueprint.topology.axis("pp").index]
+def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
+    """Counts what is gathered in a step as sent; what each chunk gathers."""
+    layout, chunks, first = blueprint.layout, list[Gathering[Group]](), 0
+    actions = blueprint.plan.ranks[blueprint.topology.axis("pp").index]
     times = Counter({group: 1 for group in layout.groups if group.key.trainable and not group.sliced})
     for number, chunk in enumerate(blueprint.chunks):
         units = [_gathered_by(layout, unit) for unit in range(first, first + len(chunk))]
         reads = [getattr(blueprint.layers[n], "backward_reads_weights", True) or n in blueprint.again for n in chunk]
         found = gathering(units, reads, actions, prefetch=blueprint.config.zero.prefetch, chunk=number)
         times.update(found.times)
-        most, first = max(most, found.most), first + len(chunk)
+        chunks.append(found)
+        first += len(chunk)
     for group, count in times.items():
         for bucket in group.buckets:
             part = torch.empty(bucket.share, dtype=layout.policy.param_dtype, device=META)
             before = blueprint.topology.traffic["dp"]
             collectives.start_all_gather(part, group.shard)
             blueprint.topology.traffic["dp"] += (blueprint.topology.traffic["dp"] - before) * (count - 1)
+    return chunks
+
+
+def _tiles(layout: Layout) -> int:
+    """The most bytes of tiles that are whole at once: one in use, and one on its way."""
     tiles = sorted((group.numel for group in layout.groups if group.key.tile), reverse=True)[:2]
-    return (most + sum(tiles)) * width
+    return sum(tiles) * layout.policy.param_dtype.itemsize
 
 
 def _gathered_by(layout: Layout, unit: int) -> dict[Group, int]:

@@ -20,10 +20,17 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Gathering(NamedTuple, Generic[Key]):
-    """times: how often each thing is gathered in a step. most: elements that are whole at the worst moment."""
+    """times: how often each thing is gathered in a step. forward, backward: elements that are whole at the worst moment
+    of forwards, and of each unit's backward."""
 
     times: Counter[Key]
-    most: int
+    forward: int
+    backward: list[int]
+
+    @property
+    def most(self) -> int:
+        """Elements that are whole at the worst moment."""
+        return max(self.forward, *self.backward)
 
 
 def gathering(
@@ -37,8 +44,8 @@ def gathering(
     passed over, and chunks other than `chunk` count only as what comes between.
     """
     holders: dict[Key, set[int]] = {}
-    times, now, most = Counter[Key](), 0, 0
-    for order, keep_last in _passes(reads, actions, chunk):
+    times, now, forward, backward = Counter[Key](), 0, 0, [0] * len(units)
+    for is_forward, order, keep_last in _passes(reads, actions, chunk):
         for step in walk(order, prefetch, keep_last):
             for unit in step.gather:
                 for key, size in units[unit].items():
@@ -46,16 +53,22 @@ def gathering(
                         times[key] += 1
                         now += size
                     holders[key].add(unit)
-                most = max(most, now)
+            if is_forward:
+                forward = max(forward, now)
+            else:
+                backward[step.run] = max(backward[step.run], now)
             if step.release:
                 for key, size in units[step.run].items():
                     holders[key].remove(step.run)
                     now -= 0 if holders[key] else size
-    return Gathering(times, most)
+        for unit in () if is_forward else set(range(len(units))).difference(order):  # what stays whole beside it
+            backward[unit] = max(backward[unit], now)
+    return Gathering(times, forward, backward)
 
 
-def _passes(reads: Sequence[bool], actions: Sequence[Action], chunk: int) -> Iterator[tuple[list[int], bool]]:
-    """The units that each pass over the chunk gathers, in order, and whether the last of them stays whole."""
+def _passes(reads: Sequence[bool], actions: Sequence[Action], chunk: int) -> Iterator[tuple[bool, list[int], bool]]:
+    """Of each pass over the chunk: whether it is a forward; the units that it gathers, in order; and whether the last
+    of them stays whole."""
     forward = list(range(len(reads)))
     backward = [number for number in reversed(forward) if reads[number]]
     compute = [action for action in actions if action.kind in COMPUTE]
@@ -64,5 +77,6 @@ def _passes(reads: Sequence[bool], actions: Sequence[Action], chunk: int) -> Ite
             continue
         turning_to = (Kind.B, Kind.I) if action.kind is Kind.F else (Kind.F,)
         turns = then is not None and then.chunk == chunk and then.kind in turning_to
-        here, there = (forward, backward) if action.kind is Kind.F else (backward, forward)
-        yield here, turns and here[-1:] == there[:1]
+        is_forward = action.kind is Kind.F
+        here, there = (forward, backward) if is_forward else (backward, forward)
+        yield is_forward, here, turns and here[-1:] == there[:1]
