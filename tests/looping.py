@@ -6,6 +6,7 @@ vee       rank r holds stages r and 2p - 1 - r: it ends on rank 0, where it begi
 
 from __future__ import annotations
 
+import threed.checks  # noqa: F401  first: what it says is there must not depend on the order of tests
 from threed import schedules
 from threed.schedules import Action, Kind, Plan
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests import users_truths
 from tests.configs import MODELS, VOCAB, topology_of
@@ -247,6 +247,20 @@ def test_flops_a_token_are_counted_whatever_a_model_says_that_it_costs() -> None
     config = resolve(Config.model_validate({"model": {"layers": 2, "hidden": 32, "heads": 4, "seq": 16}}), 64, 8)
     plain = Forecast.of(config, 8)
     assert Forecast.of(config, 8, lambda slicing: Says(config.model, slicing)).flops_per_token == plain.flops_per_token
+
+
+def test_buffers_of_modules_are_counted_and_the_model_has_its_name() -> None:
+    class Masked(models.GPT):
+        def layers(self) -> list[nn.Module]:
+            layers = super().layers()
+            layers[1].register_buffer("mask", torch.zeros(1000))
+            layers[2].register_buffer("mask", layers[1].mask)  # the same tensor: once
+            return layers
+
+    config = resolve(Config.model_validate({"model": {"layers": 2, "hidden": 32, "heads": 4, "seq": 16}}), 64, 8)
+    plain, found = Forecast.of(config, 8), Forecast.of(config, 8, lambda slicing: Masked(config.model, slicing))
+    assert found.ranks[0].bytes["buffers"] == plain.ranks[0].bytes["buffers"] + 4000
+    assert (plain.text().split()[1], found.text().split()[1]) == ("gpt,", "Masked,")
 
 
 def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:

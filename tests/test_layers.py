@@ -491,3 +491,8 @@ def test_heads_of_a_rank_are_those_that_its_layers_hold(count: int, ranks: int) 
         assert [first for first, _ in held[1:]] == [last for _, last in held[:-1]]  # each once
     else:
         assert [first for first, _ in held] == [i // (ranks // count) for i in range(ranks)]  # shared by neighbours
+
+
+def test_rotary_positions_refuse_heads_of_odd_size() -> None:
+    with pytest.raises(ValueError, match=r"a: heads of size 7: rotary positions turn pairs; use head_dim=8"):
+        layers.Attention("a", 42, 6, Slicing(), rotary=10000.0)

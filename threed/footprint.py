@@ -132,13 +132,17 @@ def measuring(layout: Layout, states: Sequence[State], device: torch.device) -> 
 
 
 def _standing(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
-    """What is there all the time: the batch, cached tables, buffers of drives, and messages between stages."""
+    """What is there all the time: the batch, cached tables, buffers of drives, messages between stages, and buffers of
+    modules: in the host's memory of every rank those of all layers."""
     train, seq, edges = blueprint.config.train, blueprint.config.model.seq, [0]
     for chunk, held in zip(chunks, blueprint.chunks, strict=True):
         edges += [chunk[0].input, chunk[-1].output if held.stop < len(blueprint.layers) else 0]
     batch = train.global_batch // blueprint.topology.dp * (2 * seq + 1) * 8
     drives = sum(drive.nbytes * drive.count for drive in blueprint.layout.policy.drives)
-    return batch + max(cost.cached for chunk in chunks for cost in chunk) + drives + MESSAGES * max(edges)
+    layers = blueprint.held if default_device().type == "cuda" else range(len(blueprint.layers))
+    own = {id(buffer): buffer.nbytes for n in layers for buffer in blueprint.layers[n].buffers()}
+    tables = max(cost.cached for chunk in chunks for cost in chunk)
+    return batch + tables + drives + MESSAGES * max(edges) + sum(own.values())
 
 
 def _activations(

@@ -47,6 +47,7 @@ class Forecast:
     """The prediction: of the whole run, and of each rank."""
 
     config: Config
+    model: str
     sizes: dict[str, int]
     parameters: int
     microbatches: int
@@ -60,7 +61,7 @@ class Forecast:
 
         build: makes a model of one's own, built from `threed.layers`, for a slicing; by default what `config.model` is.
         """
-        build = build or (lambda slicing: models.build(config.model, slicing))
+        own, build = build is not None, build or (lambda slicing: models.build(config.model, slicing))
         p = config.parallel
         grid = Grid.of(world, pp=p.pp, dp=p.dp, cp=p.cp, tp=p.tp)
         alike: dict[object, _Column] = {}  # columns that hold parameters of the same shapes count as one
@@ -81,7 +82,8 @@ class Forecast:
             3.0 * cost.flops for cost in whole.costs
         )  # not what the model says it costs, in a unit of its own
         per_token = counted / (config.train.micro_batch * config.model.seq)
-        return cls(config, grid.sizes, whole.parameters, first.plan.microbatches, bubble, per_token, ranks)
+        name = type(whole.model).__name__ if own else config.model.arch
+        return cls(config, name, grid.sizes, whole.parameters, first.plan.microbatches, bubble, per_token, ranks)
 
     def text(self) -> str:
         """The forecast for people: one line a fact, one line a rank (the first 16)."""
@@ -94,7 +96,7 @@ class Forecast:
         sends = {axis: max(rank.sends[axis] for rank in self.ranks) for axis in AXES}
         sent = " + ".join(f"{axis} {size / MIB:.1f}" for axis, size in sends.items() if size)
         lines = [
-            f"model      {c.model.arch}, {self.parameters / 1e6:.2f} M parameters, {c.precision.dtype}",
+            f"model      {self.model}, {self.parameters / 1e6:.2f} M parameters, {c.precision.dtype}",
             f"states     {states}",
             f"ranks      {grid}",
             f"a step     {train.global_batch} × {c.model.seq} tokens, {self.microbatches} micro-batches a data rank",

@@ -63,6 +63,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         config, options = _load(argv, defaults, world, local_world)
         if options.help:
             return _say(help_text(config, prog))
+        _check_arch(config, argv, defaults, prog)
         world = options.world_size or world
         data = _open(config)
         config = _checked(config, data, world)
@@ -115,6 +116,14 @@ def _how_to_go_on(config: Config) -> str:
         return "nothing was saved yet"
     more = resuming_flags(config)
     return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"
+
+
+def _check_arch(config: Config, argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) -> None:
+    """Refuses another architecture in the preset or file than the one that was asked for by name."""
+    named, found = defaults.get("model", {}).get("arch"), config.model.arch
+    if named not in (None, found) and not any(word.split("=")[0] == "--model.arch" for word in argv):
+        which = f"the preset or file says model.arch {found}: add --model.arch {found}, or --model.arch {named}"
+        raise ConfigError([f"{prog} trains {named}, and {which}"])
 
 
 def _load(

@@ -77,6 +77,8 @@ class Attention(nn.Module):
         k, d, t = kv_heads or heads, head_dim or hidden // heads, slicing.tp.size
         if heads % t or (k % t and t % k) or heads % k:
             raise ValueError(f"{name}: {heads} heads and {k} key/value heads cannot be cut over tp {t}")
+        if rotary is not None and d % 2:
+            raise ValueError(f"{name}: heads of size {d}: rotary positions turn pairs; use head_dim={d + 1}")
         self.slicing, self.d, self.rotary, self.core = slicing, d, rotary, core
         self.heads, self.kv_heads = heads // t, max(k // t, 1)
         shared = t // k if k < t else 1

@@ -210,8 +210,8 @@ class Tracer:
                 except Exception as error:  # whatever a layer of others may raise
                     raise TraceError(
                         f"{getattr(layer, 'name', f'layer {number}')} ({type(layer).__name__}) could not be run on the"
-                        f" meta device, to find out what it costs: {error}; give the model a method costs(micro_batch),"
-                        " or choose --parallel.partition uniform"
+                        f" meta device, to find out what it costs: {error}; its memory cannot be forecast; to balance"
+                        " its stages give the model a method costs(micro_batch), or choose --parallel.partition uniform"
                     ) from error
             cost, form = self._known[key]
             costs.append(cost)
