@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import runpy
 import socket
 import subprocess
@@ -34,11 +35,9 @@ def run_script(
     The processes come from the warm parent, which spares each the three seconds of its imports; what a start of its own
     is about goes through torchrun. The exit code is the first that is not 0.
     """
-    with socket.socket() as free, tempfile.TemporaryDirectory() as said:
-        free.bind(("localhost", 0))
-        known = {**environment, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    with tempfile.TemporaryDirectory() as said:
+        known = {**environment, "MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
         known |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-        free.close()
         ranks = []
         try:
             for rank in range(world):
@@ -48,7 +47,10 @@ def run_script(
             for process in ranks:
                 process.join(timeout)
             codes = [process.exitcode for process in ranks]
-            assert None not in codes, f"ranks still running after {timeout} seconds: {codes}"
+            errors = "\n".join(
+                Path(f"{said}/{rank}.err").read_text()[-2000:] for rank, code in enumerate(codes) if code
+            )
+            assert None not in codes, f"ranks still running after {timeout} seconds: {codes}\n{errors}"
         finally:
             for process in ranks:
                 process.kill()
@@ -56,6 +58,16 @@ def run_script(
         files = [[Path(f"{said}/{rank}.{name}") for rank in range(world)] for name in ("out", "err")]
         out, err = ("".join(file.read_text() for file in those) for those in files)
     return subprocess.CompletedProcess(list(words), next((code for code in codes if code), 0), out, err)
+
+
+def _free_port() -> int:
+    """A port that nobody listens on. Not one that the system gives away: until rank 0 listens there, it might give the
+    same to another process, whose connections come and go."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)  # tests seed the common one
+        with socket.socket() as free:
+            if free.connect_ex(("localhost", port)):
+                return port
 
 
 def _script(words: list[str], folder: str, environment: dict[str, str], said: str) -> None:

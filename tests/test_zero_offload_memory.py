@@ -131,8 +131,8 @@ def test_the_forecast_knows_what_is_on_the_drive() -> None:
     assert found[1] == 18 * parameters
 
 
-def buffers(cases: list[Case]) -> list[tuple[float, float]]:
-    """What a drive's buffers take, planned and made."""
+def buffers(cases: list[Case]) -> list[tuple[float, float, int]]:
+    """What a drive's buffers take, planned and made, and the bytes of one."""
     found = []
     for case in cases:
         plain, away = (
@@ -140,16 +140,20 @@ def buffers(cases: list[Case]) -> list[tuple[float, float]]:
         )
         tier = engine_of(config_of(case)).layout.policy.optimizer_tier
         assert isinstance(tier, Drive)
-        found.append((away["buffers"] - plain["buffers"], tier.nbytes * tier.count))
+        found.append((away["buffers"] - plain["buffers"], tier.nbytes * tier.count, tier.nbytes))
     return found
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_forecast_knows_the_buffers_between_memory_and_the_drive(dtype: str) -> None:
-    """Up to what alignment takes of a bucket. Masters of bf16 weights need one more of them."""
+    """Up to what alignment takes of a bucket. Masters of bf16 weights need one more of them. At stages 2 and 3 a bucket
+    of gradients waits for the drive when the next micro-batch begins: without it the forecast of three micro-batches
+    was 2 % below what was measured."""
     base = Case(dtype=dtype, offload_optimizer="nvme", bucket_mib=0.02)
-    for planned, made in run_ranks(1, buffers, [replace(base, zero=stage) for stage in (1, 2, 3)])[0]:
-        assert planned == pytest.approx(made, rel=0.02)
+    stages = (1, 2, 3)
+    found = run_ranks(1, buffers, [replace(base, zero=stage) for stage in stages])[0]
+    for stage, (planned, made, one) in zip(stages, found, strict=True):
+        assert planned == pytest.approx(made + one * (stage >= 2), rel=0.02), f"stage {stage}"
 
 
 def held_by_a_delayed_update(case: Case) -> tuple[int, int, int]:
