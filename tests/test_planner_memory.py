@@ -206,6 +206,7 @@ def test_parts_add_up_to_the_peak() -> None:
 def test_buffers_of_stages_2_and_3_do_not_grow_with_the_model() -> None:
     """Under stage 2 by no more than a bucket, for where buckets cut parameters depends on what lies before; under stage
     3, whose layers have buckets of their own, not at all: two of them are whole, or more when more are gathered ahead.
+    At the worst moment, a block's backward, the head is free again, and the embedding's backward reads no weights.
     """
     common = {"bucket_mib": 0.1}
     model = {"tied": False}
@@ -219,8 +220,7 @@ def test_buffers_of_stages_2_and_3_do_not_grow_with_the_model() -> None:
         first(4, model={**model, "layers": 8}, zero={**common, "stage": 3, "prefetch": n}).bytes["buffers"]
         for n in (1, 2, 99)
     ]
-    ends = 64 * 128 * 2 + 16 * 128 + 2 * 128
-    assert (ahead[0], ahead[1] - ahead[0], ahead[2] - ahead[0]) == (many, 4 * block, 4 * (6 * block + ends))
+    assert (ahead[0], ahead[1] - ahead[0], ahead[2] - ahead[0]) == (many, 4 * block, 4 * 6 * block)
 
 
 def test_buckets_on_their_way_are_counted() -> None:
