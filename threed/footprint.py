@@ -126,7 +126,7 @@ def measuring(layout: Layout, states: Sequence[State], device: torch.device) -> 
         reset_peak(device)
         yield lambda: peak_bytes(device)
         return
-    with Watch() as watch:
+    with Watch(real=True) as watch:
         watch.look_at(storages(layout, states))
         yield lambda: watch.most
 

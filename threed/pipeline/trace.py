@@ -77,10 +77,13 @@ class TraceError(ValueError):
 
 
 class Watch(TorchDispatchMode):
-    """While entered, counts FLOPs, and the bytes of the storages that operations make; `most`: at the worst moment."""
+    """While entered, counts FLOPs, and the bytes of the storages that operations make; `most`: at the worst moment.
 
-    def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
+    real: leaves out those on the meta device, which take no memory beside real ones."""
+
+    def __init__(self, ignored: Iterable[Tensor] = (), real: bool = False) -> None:
         super().__init__()
+        self._real = real
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._seen: dict[int, StorageWeakRef] = {}
         self._size: dict[int, int] = {}  # when it was last seen
@@ -103,7 +106,7 @@ class Watch(TorchDispatchMode):
         if isinstance(values, Tensor):
             storage = values.untyped_storage()
             key, nbytes = storage._cdata, storage.nbytes()
-            if key in self._ignored:
+            if key in self._ignored or (self._real and values.is_meta):
                 return
             known = self._seen.get(key)
             if known is None or known.expired():
