@@ -26,7 +26,7 @@ from typing import get_args
 from threed import schedules
 from threed.config import Architecture
 
-ARCHITECTURES = "|".join(get_args(Architecture))
+ARCHITECTURES: tuple[str, ...] = get_args(Architecture)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +55,8 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    tools.add_parser("train", help=f"[{ARCHITECTURES}] --preset tiny …: trains; `threed train --help` lists every key")
+    named = "|".join(ARCHITECTURES)
+    tools.add_parser("train", help=f"[{named}] --preset tiny …: trains; `threed train --help` lists every key")
     sub = tool("schedule", "plays a pipeline schedule out, and draws it", _schedule)
     sub.add_argument("name", help=", ".join(schedules.available()))
     sub.add_argument("--stages", type=int, required=True, help="pipeline ranks")
@@ -96,10 +97,10 @@ def _train(tool: str, *words: str) -> int:
     """Trains, or plans a run: an architecture or none, then the flags of training."""
     from threed import launch
 
-    arch, there = words[0] if words and not words[0].startswith("-") else None, get_args(Architecture)
+    arch = words[0] if words and not words[0].startswith("-") else None
     flags = list(words[arch is not None :])
-    if arch not in (None, *there):
-        return launch.refuse(f"threed {tool} {arch}: no such architecture; there are {' and '.join(there)}")
+    if arch not in (None, *ARCHITECTURES):
+        return launch.refuse(f"threed {tool} {arch}: no such architecture; there are {' and '.join(ARCHITECTURES)}")
     if tool == "plan":
         return launch.main([*flags, "--dry-run"], arch=arch, prog="threed plan")
     return launch.main(flags, arch=arch, prog=f"-m threed train {arch or ''}".rstrip())

@@ -79,7 +79,8 @@ class TraceError(ValueError):
 class Watch(TorchDispatchMode):
     """While entered, counts FLOPs, and the bytes of the storages that operations make; `most`: at the worst moment.
 
-    real: leaves out those on the meta device, which take no memory beside real ones."""
+    real: leaves out those on the meta device, which take no memory beside real ones.
+    """
 
     def __init__(self, ignored: Iterable[Tensor] = (), real: bool = False) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ class Gathering(NamedTuple, Generic[Key]):
     @property
     def most(self) -> int:
         """Elements that are whole at the worst moment."""
-        return max(self.forward, *self.backward)
+        return max([self.forward, *self.backward])
 
 
 def gathering(
