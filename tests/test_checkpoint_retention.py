@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,13 @@ def checkpoints(folder: Path) -> list[str]:
 
 def aside(folder: Path) -> list[list[str]]:
     """What was set aside, oldest first, but for the copies of the metrics."""
-    places = sorted((folder / "run").glob("checkpoints-abandoned-*"), key=lambda path: (len(path.name), path.name))
+    places = sorted((folder / "run").glob("checkpoints-abandoned-*"), key=when)
     return [sorted((path.name for path in place.glob("step-*")), key=lambda n: int(n[5:])) for place in places]
+
+
+def when(aside: Path) -> list[int]:
+    """The numbers in its name: date, time, and a count where several were set aside within a second."""
+    return [int(digits) for digits in re.findall(r"\d+", aside.name)]
 
 
 def logged(folder: Path) -> list[int]:
