@@ -83,6 +83,11 @@ def copy_stream(device: torch.device, direction: str) -> torch.Stream:
     return torch.Stream(device)
 
 
+def stream_address(device: torch.device) -> int | None:
+    """What CUDA calls the stream that this process works on; None on a CPU."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else None
+
+
 def page_lock(address: int, nbytes: int) -> None:
     """Page-locks host memory, so that a GPU reaches it directly. RuntimeError where CUDA refuses."""
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from threed import collectives
+from threed.ops import launch
 from threed.topology import Axis
 
 
@@ -69,3 +70,58 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, axis: Axis, fi
     """
     loss: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, axis, first)
     return loss
+
+
+# ------------------------------------------------------------------------------------------ csrc/cuda/cross_entropy.cu
+#
+# The gradient is made in the forward, in the logits' place, times a scalar `weight` that is known by then. logits:
+# bf16 [n width], of which `columns` are the shard's and the rest is padding; targets: int64 [n], global ids; first: the
+# id of the shard's first column. Targets outside of the vocabulary cost nothing.
+
+ROW_IN_SHARED_MEMORY = 96 << 10  # bytes: two blocks of them fit a multiprocessor (sm_90: 227 KiB)
+
+
+def whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tensor:
+    """The loss of each row, fp32 [n]; logits become d(their sum * weight)/d(logits). 4 bytes a logit."""
+    _check(logits, targets, weight, columns)
+    loss = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    if len(logits):
+        launch.start("cross_entropy", logits, targets, weight, loss, len(logits), columns, logits.shape[1])
+    return loss
+
+
+def shard_numbers(logits: Tensor, targets: Tensor, columns: int, first: int) -> Tensor:
+    """Of each row, in powers of two: its largest exponent, the sum of powers below that, and the target's logit or 0,
+    fp32 [n 3]. 2 bytes a logit."""
+    _check(logits, targets, None, columns)
+    out = torch.empty(len(logits), 3, dtype=torch.float32, device=logits.device)
+    if len(logits):
+        launch.start("cross_entropy_stats", logits, targets, out, len(logits), columns, logits.shape[1], first)
+    return out
+
+
+def from_numbers(
+    logits: Tensor, targets: Tensor, weight: Tensor, numbers: Tensor, columns: int, first: int, vocabulary: int
+) -> Tensor:
+    """As `whole`, of a shard, from all shards' numbers [t n 3] in the order of ranks. 4 bytes a logit."""
+    _check(logits, targets, weight, columns)
+    shape = (numbers.shape[0], len(logits), 3)
+    fits = numbers.dtype == torch.float32 and numbers.shape == shape and numbers.is_contiguous()
+    launch.check(fits, "from_numbers", "numbers fp32 [t n 3]", logits, numbers)
+    loss = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    if len(logits):
+        launch.start(
+            "cross_entropy_gradient", logits, targets, weight, numbers, loss, len(logits), columns, logits.shape[1],
+            first, vocabulary, len(numbers),
+        )  # fmt: skip
+    return loss
+
+
+def _check(logits: Tensor, targets: Tensor, weight: Tensor | None, columns: int) -> None:
+    fits = logits.dtype == torch.bfloat16 and logits.dim() == 2 and logits.is_contiguous()
+    fits = fits and logits.shape[1] % 8 == 0 and 0 <= columns <= logits.shape[1] and logits.data_ptr() % 16 == 0
+    fits = fits and targets.dtype == torch.int64 and targets.shape == logits.shape[:1] and targets.is_contiguous()
+    if weight is not None:
+        fits = fits and weight.dtype == torch.float32 and weight.numel() == 1
+    wanted = "logits bf16 [n width], 16-byte aligned, width a multiple of 8; targets int64 [n]; weight an fp32 scalar"
+    launch.check(fits, "cross_entropy", wanted, logits, targets, weight)

@@ -1,0 +1,103 @@
+// What all kernels share: eight bf16 numbers in 16 bytes, sums over a warp, a block and the blocks, and launches.
+//
+// nvcc compiles these sources for GPUs; g++ compiles the same text for the emulator (tests/cuda). So a kernel keeps to
+// what both understand: no inline PTX, no tensor cores, no atomics between blocks. Sums over blocks are made in two
+// stages, parts and then their sum in a fixed order, so that a result never depends on which block was first.
+//
+// A launcher is a C function. It gets pointers, sizes as int64_t, scalars as float, and the stream last; it allocates
+// nothing, waits for nothing, reads nothing on the host, and returns CUDA's error code. The arguments are checked in Python.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+constexpr unsigned EVERY_LANE = 0xffffffffu;
+constexpr int WARP = 32;
+constexpr int PACK = 8;  // bf16 numbers in 16 bytes, the widest access
+
+__host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// ------------------------------------------------------------------------------------------------------ bf16 in packs
+
+__device__ __forceinline__ float bf16_at(const uint16_t* at) { return __uint_as_float(unsigned(*at) << 16); }
+
+__device__ __forceinline__ void unpack(const uint4& from, float (&x)[PACK]) {
+  const unsigned words[4] = {from.x, from.y, from.z, from.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    x[2 * i] = __uint_as_float(words[i] << 16);
+    x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+  }
+}
+
+__device__ __forceinline__ unsigned pair(float low, float high) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return unsigned(__bfloat16_as_ushort(both.x)) | unsigned(__bfloat16_as_ushort(both.y)) << 16;
+}
+
+__device__ __forceinline__ uint4 pack(const float (&x)[PACK]) {
+  return make_uint4(pair(x[0], x[1]), pair(x[2], x[3]), pair(x[4], x[5]), pair(x[6], x[7]));
+}
+
+// Stores each lane's eight floats at to + PACK at, for at < packs. Neighbours swap halves first, so that a store of the warp
+// fills whole sectors. Every lane takes part, and has an `at` as odd or even as itself.
+__device__ __forceinline__ void store_floats(float* to, const float (&x)[PACK], int64_t at, int64_t packs) {
+  const bool odd = threadIdx.x % 2;
+  float first[4], second[4];  // four floats of the even lane's eight, and of the odd lane's
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const float own = odd ? x[4 + k] : x[k], swapped = __shfl_xor_sync(EVERY_LANE, odd ? x[k] : x[4 + k], 1);
+    first[k] = odd ? swapped : own;
+    second[k] = odd ? own : swapped;
+  }
+  float4* const both = reinterpret_cast<float4*>(to + (at - odd) * PACK) + odd;
+  if (at - odd < packs) both[0] = make_float4(first[0], first[1], first[2], first[3]);
+  if (at - odd + 1 < packs) both[2] = make_float4(second[0], second[1], second[2], second[3]);
+}
+
+// --------------------------------------------------------------------------------------------------------------- sums
+
+__device__ __forceinline__ float sum_over_warp(float x) {
+#pragma unroll
+  for (int step = WARP / 2; step; step /= 2) x += __shfl_xor_sync(EVERY_LANE, x, step);
+  return x;
+}
+
+// The sum over a block of WARPS warps, in every thread. scratch [WARPS] must not be in use by the sum before: a caller with
+// several takes turns between two.
+template <int WARPS>
+__device__ __forceinline__ float sum_over_block(float x, float* scratch) {
+  x = sum_over_warp(x);
+  if (WARPS == 1) return x;
+  const int lane = threadIdx.x % WARP;
+  if (lane == 0) scratch[threadIdx.x / WARP] = x;
+  __syncthreads();
+  return sum_over_warp(lane < WARPS ? scratch[lane] : 0.f);
+}
+
+// ------------------------------------------------------------------------------------------------------------ launches
+
+#ifdef __CUDACC__
+template <class T>
+__device__ __forceinline__ T* dynamic_shared() {
+  extern __shared__ uint4 dynamic_shared_memory[];
+  return reinterpret_cast<T*>(dynamic_shared_memory);
+}
+
+template <class... P, class... A>
+int launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream, A... given) {
+  kernel<<<grid, block, shared, stream>>>(P(given)...);
+  return cudaPeekAtLastError();
+}
+#endif
+
+constexpr size_t SHARED_WITHOUT_ASKING = 48 << 10;
+
+// Lets a kernel have `bytes` of dynamic shared memory, where that is more than every kernel may have.
+template <class K>
+int allow_shared(K* kernel, size_t bytes) {
+  if (bytes <= SHARED_WITHOUT_ASKING) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+}

@@ -1,0 +1,210 @@
+// Cross entropy of bf16 logits over a vocabulary that may be cut over ranks. The gradient takes the logits' place.
+//
+//   whole      one rank: loss and gradient in one pass                        4 bytes a logit, read once and written once
+//   stats      several: maximum, sum of exponentials, the target's logit      2 bytes
+//   gradient   ... and, when every rank has all of these, loss and gradient   4 bytes
+//
+// One block a row. `whole` keeps the row in shared memory between its two halves: 2 bytes a column. Rows are `width` columns
+// apart, a multiple of 8; those from `columns` on are padding, which takes no part in a sum and whose gradient is zero.
+// A target outside of the vocabulary costs nothing. All sums are fp32, in an order that the shape alone decides.
+
+#include "common.cuh"
+
+namespace {
+
+constexpr int THREADS = 512, WARPS = THREADS / WARP;
+constexpr int AHEAD = 4;  // packs that a thread asks for before it uses the first
+constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;
+
+// Of some numbers x, in powers of two: `base` is the largest x LOG2E, rounded; `sum` that of 2^(x LOG2E - base). The rounding
+// of base does no harm as long as nothing but base stands for it: the sum of exp(x) is 2^base sum, and log2 of that goes on.
+struct Stats {
+  float base, sum;
+};
+
+// 2^(x LOG2E - base), in one multiply-add and the one instruction that there is for it.
+__device__ __forceinline__ float power(float x, float base) { return exp2f(fmaf(x, LOG2E, -base)); }
+
+// Of nothing at all the base is minus infinity, and a difference of two of them no number.
+__device__ __forceinline__ float finite(float base) { return base == -INFINITY ? 0.f : base; }
+
+__device__ __forceinline__ Stats join(Stats a, Stats b) {
+  const float base = fmaxf(a.base, b.base), less = finite(base);
+  return {base, a.sum * exp2f(a.base - less) + b.sum * exp2f(b.base - less)};
+}
+
+__device__ __forceinline__ Stats join_over_warp(Stats s) {
+#pragma unroll
+  for (int step = WARP / 2; step; step /= 2)
+    s = join(s, {__shfl_xor_sync(EVERY_LANE, s.base, step), __shfl_xor_sync(EVERY_LANE, s.sum, step)});
+  return s;
+}
+
+template <int COUNT>
+__device__ __forceinline__ void add(Stats& s, const uint4 (&words)[COUNT]) {
+  float x[PACK], top = -INFINITY;
+#pragma unroll
+  for (int u = 0; u < COUNT; u++) {
+    unpack(words[u], x);
+#pragma unroll
+    for (int k = 0; k < PACK; k++) top = fmaxf(top, x[k]);
+  }
+  const float base = fmaxf(s.base, top * LOG2E), less = finite(base);
+  s.sum *= exp2f(s.base - less);
+  s.base = base;
+#pragma unroll
+  for (int u = 0; u < COUNT; u++) {
+    unpack(words[u], x);
+#pragma unroll
+    for (int k = 0; k < PACK; k++) s.sum += power(x[k], less);
+  }
+}
+
+// A row's last pack, where it is not complete: minus infinity in place of the padding.
+__device__ __forceinline__ uint4 without_padding(uint4 words, int columns) {
+  float x[PACK];
+  unpack(words, x);
+#pragma unroll
+  for (int k = 0; k < PACK; k++) x[k] = k < columns ? x[k] : -INFINITY;
+  return pack(x);
+}
+
+// Reads a row; `keep`s it in shared memory; returns its numbers to every thread.
+template <bool keep>
+__device__ __forceinline__ Stats read_row(const uint4* from, uint4* row, int columns) {
+  __shared__ float2 of_warp[WARPS];
+  const uint4 nothing = make_uint4(0xff80ff80u, 0xff80ff80u, 0xff80ff80u, 0xff80ff80u);  // minus infinities
+  const int complete = columns / PACK;
+  Stats s = {-INFINITY, 0.f};
+  for (int first = threadIdx.x; first < complete; first += THREADS * AHEAD) {
+    uint4 words[AHEAD];
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      const int at = first + u * THREADS;
+      words[u] = at < complete ? __ldcs(from + at) : nothing;
+    }
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      const int at = first + u * THREADS;
+      if (keep && at < complete) row[at] = words[u];
+    }
+    add(s, words);
+  }
+  if (threadIdx.x == 0 && columns % PACK) {
+    const uint4 last[1] = {without_padding(__ldcs(from + complete), columns % PACK)};
+    if (keep) row[complete] = last[0];
+    add(s, last);
+  }
+  const int lane = threadIdx.x % WARP;
+  s = join_over_warp(s);
+  if (lane == 0) of_warp[threadIdx.x / WARP] = make_float2(s.base, s.sum);
+  __syncthreads();
+  const float2 other = lane < WARPS ? of_warp[lane] : make_float2(-INFINITY, 0.f);
+  return join_over_warp({other.x, other.y});
+}
+
+// A thread's share of a row's gradient: (softmax - (column is target)) weight, and zero in the padding. from: the row's
+// packs, whose padding is minus infinity where it is in shared memory.
+template <bool from_memory>
+__device__ __forceinline__ void write_gradient(uint4* to, const uint4* from, int columns, int width, int target,
+                                               float log2_sum, float weight) {
+  const int complete = columns / PACK, used = int(ceil_div(columns, PACK)), aim = target < 0 ? -1 : target / PACK;
+#pragma unroll 2
+  for (int at = threadIdx.x; at < used; at += THREADS) {
+    uint4 words = from_memory ? __ldcs(from + at) : from[at];
+    if (from_memory && at >= complete) words = without_padding(words, columns % PACK);
+    float x[PACK];
+    unpack(words, x);
+#pragma unroll
+    for (int k = 0; k < PACK; k++) x[k] = power(x[k], log2_sum) * weight;
+    if (at == aim) {
+#pragma unroll
+      for (int k = 0; k < PACK; k++) x[k] -= k == target % PACK ? weight : 0.f;
+    }
+    __stcs(to + at, pack(x));
+  }
+  for (int at = used + threadIdx.x; at < width / PACK; at += THREADS) __stcs(to + at, make_uint4(0, 0, 0, 0));
+}
+
+// A target's column in [0, columns), or -1.
+__device__ __forceinline__ int column_of(int64_t target, int64_t first, int columns) {
+  return target >= first && target < first + columns ? int(target - first) : -1;
+}
+
+// log(sum of exp(x)) - the target's. One multiply-add, which undoes the rounding of the base.
+__device__ __forceinline__ float loss_of(Stats s, float logit) { return LN2 * (fmaf(-logit, LOG2E, s.base) + log2f(s.sum)); }
+
+__global__ void __launch_bounds__(THREADS, 2)
+    whole(uint16_t* __restrict__ logits, const int64_t* __restrict__ targets, const float* __restrict__ weight,
+          float* __restrict__ loss, int columns, int width) {
+  uint4* const row = dynamic_shared<uint4>();
+  uint4* const mine = reinterpret_cast<uint4*>(logits + int64_t(blockIdx.x) * width);
+  const int target = column_of(targets[blockIdx.x], 0, columns);
+  const Stats s = read_row<true>(mine, row, columns);
+  if (threadIdx.x == 0)
+    loss[blockIdx.x] = target < 0 ? 0.f : loss_of(s, bf16_at(reinterpret_cast<const uint16_t*>(row) + target));
+  write_gradient<false>(mine, row, columns, width, target, s.base + log2f(s.sum), target < 0 ? 0.f : *weight);
+}
+
+__global__ void __launch_bounds__(THREADS, 2)
+    stats(const uint16_t* __restrict__ logits, const int64_t* __restrict__ targets, float* __restrict__ out, int columns,
+          int width, int64_t first) {
+  const uint16_t* const mine = logits + int64_t(blockIdx.x) * width;
+  const Stats s = read_row<false>(reinterpret_cast<const uint4*>(mine), nullptr, columns);
+  if (threadIdx.x != 0) return;
+  const int target = column_of(targets[blockIdx.x], first, columns);
+  float* const numbers = out + 3 * int64_t(blockIdx.x);
+  numbers[0] = s.base;
+  numbers[1] = s.sum;
+  numbers[2] = target < 0 ? 0.f : bf16_at(mine + target);
+}
+
+// numbers: [ranks rows 3], what `stats` gave on each.
+__global__ void __launch_bounds__(THREADS, 2)
+    gradient(uint16_t* __restrict__ logits, const int64_t* __restrict__ targets, const float* __restrict__ weight,
+             const float* __restrict__ numbers, float* __restrict__ loss, int columns, int width, int64_t first,
+             int64_t vocabulary, int ranks) {
+  const int64_t target = targets[blockIdx.x];
+  const bool counts = target >= 0 && target < vocabulary;
+  Stats s = {-INFINITY, 0.f};
+  float hit = 0.f;
+  for (int rank = 0; rank < ranks; rank++) {
+    const float* const of_rank = numbers + 3 * (int64_t(rank) * gridDim.x + blockIdx.x);
+    s = join(s, {__ldg(of_rank), __ldg(of_rank + 1)});
+    hit += __ldg(of_rank + 2);
+  }
+  if (threadIdx.x == 0) loss[blockIdx.x] = counts ? loss_of(s, hit) : 0.f;
+  uint4* const mine = reinterpret_cast<uint4*>(logits + int64_t(blockIdx.x) * width);
+  write_gradient<true>(mine, mine, columns, width, column_of(target, first, columns),
+                       s.base + log2f(s.sum), counts ? *weight : 0.f);
+}
+
+}  // namespace
+
+extern "C" {
+
+// loss [rows] of each row; d(sum of the losses * *weight)/d(logits) takes the place of logits [rows width].
+int threed_cuda_cross_entropy(void* logits, const int64_t* targets, const float* weight, float* loss, int64_t rows,
+                              int64_t columns, int64_t width, cudaStream_t stream) {
+  const size_t shared = size_t(ceil_div(columns, PACK)) * sizeof(uint4);
+  if (const int error = allow_shared(whole, shared)) return error;
+  return launch(whole, unsigned(rows), THREADS, shared, stream, static_cast<uint16_t*>(logits), targets, weight, loss,
+                columns, width);
+}
+
+// out [rows 3], of a shard whose first column is `first`: the base and the sum of its powers, and the target's logit or 0.
+int threed_cuda_cross_entropy_stats(const void* logits, const int64_t* targets, float* out, int64_t rows, int64_t columns,
+                                    int64_t width, int64_t first, cudaStream_t stream) {
+  return launch(stats, unsigned(rows), THREADS, 0, stream, static_cast<const uint16_t*>(logits), targets, out, columns,
+                width, first);
+}
+
+// loss [rows], and the gradient in place of the shard's logits, from numbers [ranks rows 3] of all shards.
+int threed_cuda_cross_entropy_gradient(void* logits, const int64_t* targets, const float* weight, const float* numbers,
+                                       float* loss, int64_t rows, int64_t columns, int64_t width, int64_t first,
+                                       int64_t vocabulary, int64_t ranks, cudaStream_t stream) {
+  return launch(gradient, unsigned(rows), THREADS, 0, stream, static_cast<uint16_t*>(logits), targets, weight, numbers,
+                loss, columns, width, first, vocabulary, ranks);
+}
+
+}  // extern "C"

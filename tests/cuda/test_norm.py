@@ -1,0 +1,118 @@
+"""csrc/cuda/norm.cu and sums.cu against fp64, with what they read and write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cuda.cases import assert_close, assert_close_in_bf16, assert_coalesced, assert_traffic, bf16, in_every_order
+from tests.cuda.emulator import COMPILER, Machine, emulated
+from threed.ops import norm
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+# every shape of the kernel, each with rows that fill it and rows that do not
+SHAPES = [
+    (1, 8),
+    (9, 64),
+    (17, 256),
+    (5, 264),
+    (11, 1024),
+    (3, 1032),
+    (7, 2048),
+    (4, 4096),
+    (3, 8192),
+    (8, 8200),
+    (2, 16384),
+]
+EPS = 1e-5
+
+
+def threads_of_a_row(h: int) -> int:
+    return next(threads for most, threads in ((1024, 32), (4096, 256), (16384, 512)) if h <= most)
+
+
+def vectors(h: int, layer: bool) -> tuple[Tensor, Tensor | None]:
+    return (1 + bf16(h, seed=8, scale=0.2)), bf16(h, seed=9) if layer else None
+
+
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("added", ["", "residual", "before", "residual before"])
+@pytest.mark.parametrize(("rows", "h"), SHAPES)
+def test_forward(rows: int, h: int, layer: bool, added: str) -> None:
+    x, (weight, bias) = bf16(rows, h) + 3, vectors(h, layer)
+    residual = bf16(rows, h, seed=1) if "residual" in added else None
+    before = bf16(h, seed=2) if "before" in added else None
+
+    def work(machine: Machine) -> tuple[Tensor, ...]:
+        done = norm.forward(x, weight, bias, EPS, layer, residual, before)
+        (ran,) = machine.launches
+        again = {"weight": (rows, 0), "before": (rows, 0), "bias": (rows, 0)}
+        elements = {"x": (1, 0), "residual": (1, 0), "sum": (0, 1), "y": (0, 1), "means": (0, 1), "scales": (0, 1)}
+        assert_traffic(ran, {n: t for n, t in (again | elements).items() if n in ran.traffic})
+        if rows * h >= 4096:
+            assert_coalesced(ran)
+        return done.sum, done.y, done.scales, *([done.means] if done.means is not None else [])
+
+    total, y, scales, *means = in_every_order(work)
+    s = sum(t.double() for t in (x, residual, before) if t is not None)
+    assert isinstance(s, Tensor)
+    assert_close_in_bf16(total, s)
+    rounded = total.double()
+    assert_close_in_bf16(
+        y, norm.reference(rounded, weight.double(), None if bias is None else bias.double(), EPS, layer)
+    )
+    variance = (rounded - rounded.mean(-1, keepdim=True) * layer).square().mean(-1)
+    assert_close(scales, torch.rsqrt(variance + EPS), 1e-6)
+    if layer:
+        assert_close(means[0], rounded.mean(-1), 1e-6)
+
+
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize(("rows", "h"), SHAPES)
+def test_backward(rows: int, h: int, layer: bool, add: bool, with_residual: bool) -> None:
+    x, dy, (weight, bias) = bf16(rows, h) + 1, bf16(rows, h, seed=3), vectors(h, layer)
+    residual = bf16(rows, h, seed=4) if with_residual else None
+    held = torch.randn(2, h, generator=torch.Generator().manual_seed(5))
+
+    def work(machine: Machine) -> tuple[Tensor, ...]:
+        done = norm.forward(x, weight, bias, EPS, layer)
+        gradients = held.clone() if add else torch.empty_like(held)
+        dbias = gradients[1] if layer else None
+        dx = norm.backward(dy, done, weight, gradients[0], dbias, add=add, residual=residual)
+        ran = machine.launches[1]
+        assert len(machine.launches) == (4 if layer else 3)
+        elements = {"dy": (1, 0), "x": (1, 0), "residual": (1, 0), "dx": (0, 1), "weight": (2 * rows, 0)}
+        parts = {"dw_parts": (0, 1), "db_parts": (0, 1)}
+        stats = {n: (threads_of_a_row(h), 0) for n in ("means", "scales")}  # each of them reads
+        assert_traffic(ran, {n: t for n, t in (elements | parts | stats).items() if n in ran.traffic})
+        for summed in machine.launches[2:]:
+            assert_traffic(summed, {"parts": (1, 0), "out": (int(add), 1)})
+        if rows * h >= 4096:
+            assert_coalesced(ran)
+        return dx, *(gradients if layer else gradients[:1])
+
+    dx, *gradients = in_every_order(work)
+    a, w = x.double().requires_grad_(), weight.double().requires_grad_()
+    b = bias.double().requires_grad_() if bias is not None else None
+    y = norm.reference(a, w, b, EPS, layer)
+    truth = torch.autograd.grad(y, [t for t in (a, w, b) if t is not None], dy.double())
+    assert_close_in_bf16(dx, truth[0] + (0 if residual is None else residual.double()), 2e-6)
+    for got, wanted, before in zip(gradients, truth[1:], held, strict=False):
+        assert_close(got, wanted + (before.double() if add else 0))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    x, w = bf16(4, 16), bf16(16)
+    shifted = x.flatten()[4:-12].view(3, 16)
+    for rows, weight in ((x.float(), w), (x[:, :8], w[:8]), (x, w[:8]), (bf16(4, 12), bf16(12)), (shifted, w)):
+        with emulated(), pytest.raises(ValueError, match=r"norm takes bf16 \[n h\] and \[h\]"):
+            norm.forward(rows, weight, None, EPS, False)
+
+
+def test_no_rows_are_no_launch() -> None:
+    with emulated() as machine:
+        assert norm.forward(bf16(0, 16), bf16(16), None, EPS, False).y.shape == (0, 16)
+    assert not machine.launches

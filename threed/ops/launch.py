@@ -1,0 +1,76 @@
+"""Starts kernels of csrc/cuda, and says whether there are any.
+
+    if launch.ready(x):                                     x lies on a GPU, and the library was compiled
+        launch.start("swiglu", gate_up, out, rows, width)   threed_cuda_swiglu on the current stream
+
+A launcher in C sees addresses and sizes only: who calls `start` has checked device, dtype, shape and strides.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threed import device, native
+
+Argument = Tensor | int | float | None
+
+_KINDS: dict[type, Any] = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float}
+_launchers: dict[str, Any] = {}
+
+
+def ready(x: Tensor) -> bool:
+    """Returns whether kernels can work on this tensor: it is on a GPU, and this installation has them."""
+    return x.is_cuda and native.library("cuda") is not None
+
+
+def start(name: str, *arguments: Argument) -> None:
+    """Starts the kernel `threed_cuda_<name>` on the current stream of the tensors' device.
+
+    Tensors go as addresses, None as a null pointer, whole numbers as int64_t, others as float. RuntimeError where CUDA
+    refuses the launch.
+    """
+    where = next(a.device for a in arguments if isinstance(a, Tensor))
+    launcher = _launchers.get(name) or _declare(name, arguments)
+    with torch.cuda.device(where):  # a launch goes to the current device
+        code = launcher(*map(_plain, arguments), device.stream_address(where))
+    if code:
+        raise RuntimeError(f"threed_cuda_{name}: CUDA error {code} ({_words(arguments)})")
+
+
+@functools.cache
+def processors(where: torch.device) -> int:
+    """Returns the multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(where).multi_processor_count)
+
+
+def _declare(name: str, arguments: tuple[Argument, ...]) -> Any:
+    library = native.library("cuda")
+    if library is None:
+        raise RuntimeError("threed has no native library for GPUs here: `threed inspect` says why")
+    launcher = getattr(library, f"threed_cuda_{name}")
+    launcher.restype = ctypes.c_int
+    launcher.argtypes = [*(_KINDS.get(type(a), ctypes.c_void_p) for a in arguments), ctypes.c_void_p]
+    _launchers[name] = launcher
+    return launcher
+
+
+def _plain(argument: Argument) -> int | float | None:
+    return argument.data_ptr() if isinstance(argument, Tensor) else argument
+
+
+def _words(arguments: tuple[Argument, ...]) -> str:
+    return ", ".join(f"{a.dtype} {list(a.shape)}" if isinstance(a, Tensor) else str(a) for a in arguments)
+
+
+def check(fits: bool, name: str, wanted: str, *tensors: Tensor | None) -> None:
+    """ValueError unless `fits`: a launcher would misread what it is given."""
+    if not fits:
+        got = ", ".join(
+            f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for t in tensors if t is not None
+        )
+        raise ValueError(f"{name} takes {wanted}; got {got}")

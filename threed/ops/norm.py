@@ -1,0 +1,106 @@
+"""RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450) of bf16 rows, with the residual addition before them.
+
+s = x + residual + before, rounded to bf16;  y = norm(s)          csrc/cuda/norm.cu: 8 bytes an element
+ds = the gradient of norm(s) + dresidual;  dw += ..., db += ...   8 bytes; sums in a fixed order
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from threed.ops import launch
+
+BLOCKS_OF_BACKWARD = 2  # on a multiprocessor: each writes a part of the weights' gradients
+LARGEST = 16384  # numbers in a row
+
+
+@dataclass(frozen=True, eq=False)
+class Normalised:
+    """sum: what was normalised, [n h] bf16 (x itself where nothing was added). y: the result. means (LayerNorm's) and
+    scales, 1 / sqrt(variance + eps): fp32 [n], for the backward."""
+
+    sum: Tensor
+    y: Tensor
+    means: Tensor | None
+    scales: Tensor
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> Tensor:
+    """norm(x) in formulas: LayerNorm if `layer`, else RMSNorm, over the last dimension."""
+    if layer:
+        x = x - x.mean(-1, keepdim=True)
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    return y if bias is None else y + bias
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool, residual: Tensor | None = None,
+    before: Tensor | None = None,
+) -> Normalised:  # fmt: skip
+    """norm(x + residual + before): x and residual [n h], the others [h], all bf16. Launches one kernel."""
+    rows, h = _check("norm", x, weight, (residual, None), (bias, before))
+    added = residual is not None or before is not None
+    total = torch.empty_like(x) if added else None
+    y = torch.empty_like(x)
+    means = torch.empty(rows, dtype=torch.float32, device=x.device) if layer else None
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if x.numel():
+        launch.start("norm", x, residual, before, weight, bias, total, y, means, scales, rows, h, eps)
+    return Normalised(x if total is None else total, y, means, scales)
+
+
+def backward(
+    dy: Tensor, done: Normalised, weight: Tensor, dweight: Tensor, dbias: Tensor | None, *, add: bool,
+    residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The gradient of `sum` [n h], plus `residual` [n h]; dweight and dbias, fp32 [h], get their sums over rows.
+
+    add: to what they hold. Launches two kernels, three with a bias.
+    """
+    rows, h = _check("norm_backward", dy, weight, (done.sum, residual), ())
+    gradients = [g for g in (dweight, dbias) if g is not None]
+    fits = all(g.dtype == torch.float32 and g.numel() == h and g.is_contiguous() for g in gradients)
+    launch.check(fits, "norm_backward", "dweight and dbias fp32 [h]", *gradients)
+    dx = torch.empty_like(dy)
+    blocks = max(1, min(BLOCKS_OF_BACKWARD * launch.processors(dy.device), rows))
+    parts = [torch.empty(blocks, h, dtype=torch.float32, device=dy.device) for _ in gradients]
+    dw_parts, db_parts = parts[0], parts[1] if dbias is not None else None
+    launch.start(
+        "norm_backward",
+        dy,
+        done.sum,
+        weight,
+        done.means,
+        done.scales,
+        residual,
+        dx,
+        dw_parts,
+        db_parts,
+        rows,
+        h,
+        blocks,
+    )
+    for part, gradient in zip(parts, gradients, strict=True):
+        launch.start("add_parts", part, gradient, blocks, h, add)
+    return dx
+
+
+def _check(
+    name: str, x: Tensor, weight: Tensor, rows: tuple[Tensor | None, ...], vectors: tuple[Tensor | None, ...]
+) -> tuple[int, int]:
+    """Refuses what the kernel would misread; returns the number of rows, and of columns."""
+    h = weight.numel()
+    fits = x.dim() == 2 and x.shape[1] == h and h % 8 == 0 and 0 < h <= LARGEST
+    fits = (
+        fits
+        and all(t is None or t.shape == x.shape for t in rows)
+        and all(t is None or t.numel() == h for t in vectors)
+    )
+    tensors = [t for t in (x, weight, *rows, *vectors) if t is not None]
+    fits = fits and all(t.dtype == torch.bfloat16 and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
+    wanted = f"bf16 [n h] and [h], contiguous and 16-byte aligned, h a multiple of 8 up to {LARGEST}"
+    launch.check(fits, name, wanted, *tensors)
+    return len(x), h
