@@ -4,7 +4,7 @@
 // what both understand: no inline PTX, no tensor cores, no atomics between blocks. Sums over blocks are made in two
 // stages, parts and then their sum in a fixed order, so that a result never depends on which block was first.
 //
-// A launcher is a C function. It gets pointers, sizes as int64_t, scalars as float, and the stream last; it allocates
+// A launcher is a C function. It gets pointers, whole numbers as int64_t, others as double, and the stream last; it allocates
 // nothing, waits for nothing, reads nothing on the host, and returns CUDA's error code. The arguments are checked in Python.
 #pragma once
 

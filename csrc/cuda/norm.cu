@@ -198,7 +198,7 @@ int with_shape(int64_t packs, F start) {
 
 template <bool LAYER>
 int start_forward(const void* x, const void* residual, const void* before, const void* weight, const void* bias, void* sum,
-                  void* y, float* means, float* scales, int64_t rows, int64_t h, float eps, cudaStream_t stream) {
+                  void* y, float* means, float* scales, int64_t rows, int64_t h, double eps, cudaStream_t stream) {
   const auto packs = [](const void* of) { return static_cast<const uint4*>(of); };
   return with_shape(h / PACK, [&](auto shape) {
     using K = decltype(shape);
@@ -228,7 +228,7 @@ extern "C" {
 // y = norm(s), of rows [rows h] of bf16, s = x + residual + before. residual [rows h] and before [h] may be null; `sum` gets s,
 // and is null where both are. means (null for RMSNorm) and scales, fp32 [rows], are for the backward.
 int threed_cuda_norm(const void* x, const void* residual, const void* before, const void* weight, const void* bias,
-                     void* sum, void* y, float* means, float* scales, int64_t rows, int64_t h, float eps,
+                     void* sum, void* y, float* means, float* scales, int64_t rows, int64_t h, double eps,
                      cudaStream_t stream) {
   return (means ? start_forward<true> : start_forward<false>)(x, residual, before, weight, bias, sum, y, means, scales,
                                                               rows, h, eps, stream);

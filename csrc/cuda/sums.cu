@@ -34,9 +34,90 @@ __global__ void __launch_bounds__(THREADS)
   *to = sum;
 }
 
+// parts [gridDim.y columns]: of rows [rows columns] of bf16, the sums over each block's. A warp has 32 packs of columns.
+__global__ void __launch_bounds__(THREADS)
+    column_sums(const uint4* __restrict__ x, float* __restrict__ parts, int64_t rows, int64_t packs) {
+  constexpr int AHEAD = 4;
+  __shared__ float of_warp[WARPS][PACK][WARP];
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int64_t at = int64_t(blockIdx.x) * WARP + lane, step = int64_t(gridDim.y) * WARPS * AHEAD;
+  float sum[PACK] = {};
+  for (int64_t row = (int64_t(blockIdx.y) * WARPS + warp) * AHEAD; row < rows && at < packs; row += step) {
+    uint4 words[AHEAD] = {};
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++)
+      if (row + u < rows) words[u] = __ldcs(x + (row + u) * packs + at);
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      float y[PACK];
+      unpack(words[u], y);
+#pragma unroll
+      for (int k = 0; k < PACK; k++) sum[k] += y[k];
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < PACK; k++) of_warp[warp][k][lane] = sum[k];
+  __syncthreads();
+  if (warp != 0) return;
+#pragma unroll
+  for (int w = 1; w < WARPS; w++)
+#pragma unroll
+    for (int k = 0; k < PACK; k++) sum[k] += of_warp[w][k][lane];
+  store_floats(parts + int64_t(blockIdx.y) * packs * PACK, sum, at, packs);
+}
+
+__device__ __forceinline__ float squares(const float4& x) { return x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w; }
+
+// parts [gridDim.x] = a block's sum of squares of x [4 fours]; out, fp64, of all parts, by one more block.
+__global__ void __launch_bounds__(THREADS)
+    square_parts(const float4* __restrict__ x, float* __restrict__ parts, int64_t fours) {
+  constexpr int AHEAD = 4;
+  __shared__ float scratch[WARPS];
+  const int64_t step = int64_t(gridDim.x) * THREADS;
+  float sum = 0.f;
+  for (int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x; i < fours; i += step * AHEAD) {
+    float4 words[AHEAD];
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++)
+      words[u] = i + u * step < fours ? __ldcs(x + i + u * step) : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) sum += squares(words[u]);
+  }
+  sum = sum_over_block<WARPS>(sum, scratch);
+  if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+}
+
+__global__ void __launch_bounds__(WARP) sum_parts(const float* __restrict__ parts, double* __restrict__ out, int count) {
+  double sum = 0.0;
+  for (int i = threadIdx.x; i < count; i += WARP) sum += double(parts[i]);
+#pragma unroll
+  for (int step = WARP / 2; step; step /= 2) sum += __shfl_xor_sync(EVERY_LANE, sum, step);
+  if (threadIdx.x == 0) *out = sum;
+}
+
 }  // namespace
 
-extern "C" int threed_cuda_add_parts(const float* parts, float* out, int64_t count, int64_t columns, int64_t add,
-                                     cudaStream_t stream) {
+extern "C" {
+
+// out fp32 [columns] = (add ? out : 0) + the sum over parts [count columns].
+int threed_cuda_add_parts(const float* parts, float* out, int64_t count, int64_t columns, int64_t add,
+                          cudaStream_t stream) {
   return launch(add_parts, unsigned(ceil_div(columns, COLUMNS)), THREADS, 0, stream, parts, out, count, columns, add != 0);
 }
+
+// parts fp32 [blocks columns]: whose sum is the sum over rows of x [rows columns].
+int threed_cuda_column_sums(const void* x, float* parts, int64_t rows, int64_t columns, int64_t blocks,
+                            cudaStream_t stream) {
+  return launch(column_sums, dim3(unsigned(ceil_div(columns, PACK * WARP)), unsigned(blocks)), THREADS, 0, stream,
+                static_cast<const uint4*>(x), parts, rows, columns / PACK);
+}
+
+// out, fp64 scalar = the sum of squares of x fp32 [n], n a multiple of 4. parts: fp32 [blocks], to work in.
+int threed_cuda_square_sum(const float* x, float* parts, double* out, int64_t n, int64_t blocks, cudaStream_t stream) {
+  if (const int error = launch(square_parts, unsigned(blocks), THREADS, 0, stream,
+                               reinterpret_cast<const float4*>(x), parts, n / 4))
+    return error;
+  return launch(sum_parts, 1, WARP, 0, stream, parts, out, blocks);
+}
+
+}  // extern "C"

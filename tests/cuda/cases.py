@@ -59,4 +59,4 @@ def in_every_order(work: Callable[[Machine], tuple[Tensor, ...]]) -> tuple[Tenso
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
+    return x.reshape(-1).view(torch.uint8)

@@ -315,6 +315,13 @@ std::vector<uint64_t> units(const std::vector<Request>& requests, size_t first, 
   return found;
 }
 
+// Whether several lanes ask for the same number. Such a sector is not counted: it stays in a cache, for the warps and rows
+// that need the rest of it.
+bool one_address(const std::vector<Request>& requests, size_t first, size_t last) {
+  const auto same = [&](const Request& r) { return r.address == requests[first].address; };
+  return last - first > 1 && std::all_of(requests.begin() + long(first), requests.begin() + long(last), same);
+}
+
 // Adds up what the warps of the block that ended asked for.
 void count_requests() {
   std::vector<Request>& all = machine.requests;
@@ -329,7 +336,7 @@ void count_requests() {
       for (uint64_t word : words) most = std::max(most, ++of_bank[word % 32]);
       machine.counts.bank_passes += most;
       machine.counts.least_bank_passes += int64_t(words.size() + 31) / 32;
-    } else {
+    } else if (!one_address(all, first, last)) {
       machine.counts.sectors += int64_t(units(all, first, last, 32).size());
       machine.counts.bytes_in_sectors += int64_t(units(all, first, last, 1).size());
     }

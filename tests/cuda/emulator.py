@@ -101,7 +101,7 @@ class Machine:
         numbers = {n: self._buffer(n, tensor) for n, tensor in tensors.items()}
         before, counts = {n: self._traffic(k) for n, k in numbers.items()}, self._counts()
         launcher = getattr(self.library, f"threed_cuda_{name}")
-        kinds = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float}
+        kinds = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_double}
         plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
         launcher.argtypes = [*(kinds.get(type(a), ctypes.c_void_p) for a in arguments), ctypes.c_void_p]
         code = launcher(*plain, None)
@@ -164,7 +164,7 @@ def emulated(
     runtime().emulator_begin(seed, ORDERS.index(order), checks, TRACED_BLOCKS)
     with (
         mock.patch.object(launch, "start", machine.start),
-        mock.patch.object(launch, "processors", lambda where: PROCESSORS),
+        mock.patch.object(launch, "processors", return_value=PROCESSORS),
         _FreshMemory(machine),
     ):
         yield machine

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from threed import native
+from threed.ops import launch
 from threed.ops.update import StepScalars, needs_reference
 
 # As in csrc/cpu/number.h.
@@ -116,6 +117,32 @@ def call_native(
     if code:
         raise RuntimeError(f"threed_adamw: {os.strerror(code)} (instructions {instructions or 'of this processor'})")
     torch.autograd.graph.increment_version([t for t in tensors if t is not g])  # it wrote behind autograd's back
+
+
+def call_cuda(
+    p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor | None, now: StepScalars, adam: Adam, decay: float,
+    stream: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    """The update by csrc/cuda/adam.cu: p, m, v fp32 [n], g fp32 or bf16 [n], out bf16 [n]; n a multiple of 4.
+
+    The scalars are fp64 on the same device, and read there. stream: the key of a random stream (`rng.key`), by which out
+    is rounded stochastically; without one to nearest. 28 bytes an element with g and out in bf16; one kernel.
+    """
+    fits = all(t.dtype == torch.float32 for t in (p, m, v)) and g.dtype in (torch.float32, torch.bfloat16)
+    fits = fits and (out is None or out.dtype == torch.bfloat16) and p.numel() % 4 == 0
+    arrays = [t for t in (p, m, v, g, out) if t is not None]
+    fits = fits and all(t.numel() == p.numel() and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in arrays)
+    scalars = (now.lr, now.step, now.scale, now.skip)
+    fits = fits and all(t.dtype == torch.float64 and t.numel() == 1 and t.device == p.device for t in scalars)
+    wanted = "p, m, v fp32, g fp32 or bf16, out bf16, 16-byte aligned, n a multiple of 4; fp64 scalars beside them"
+    launch.check(fits, "adamw", wanted, *arrays, *scalars)
+    if not p.numel():
+        return
+    blocks = min(8 * launch.processors(p.device), -(-p.numel() // 1024))
+    launch.start(
+        "adamw", p, m, v, g, out, p.numel(), g.dtype == torch.bfloat16, *scalars, adam.beta1, adam.beta2, adam.eps, decay,
+        stream is not None, *(stream or (0, 0)), blocks,
+    )  # fmt: skip
 
 
 def _check(tensors: Sequence[Tensor], scalars: Sequence[Tensor], out: Tensor | None) -> None:

@@ -19,7 +19,7 @@ from threed import device, native
 
 Argument = Tensor | int | float | None
 
-_KINDS: dict[type, Any] = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float}
+_KINDS: dict[type, Any] = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_double}
 _launchers: dict[str, Any] = {}
 
 
@@ -31,7 +31,7 @@ def ready(x: Tensor) -> bool:
 def start(name: str, *arguments: Argument) -> None:
     """Starts the kernel `threed_cuda_<name>` on the current stream of the tensors' device.
 
-    Tensors go as addresses, None as a null pointer, whole numbers as int64_t, others as float. RuntimeError where CUDA
+    Tensors go as addresses, None as a null pointer, whole numbers as int64_t, others as double. RuntimeError where CUDA
     refuses the launch.
     """
     where = next(a.device for a in arguments if isinstance(a, Tensor))
@@ -74,3 +74,8 @@ def check(fits: bool, name: str, wanted: str, *tensors: Tensor | None) -> None:
             f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for t in tensors if t is not None
         )
         raise ValueError(f"{name} takes {wanted}; got {got}")
+
+
+def packed(x: Tensor) -> bool:
+    """Returns whether a kernel can read x in packs of eight bf16 numbers."""
+    return x.dtype == torch.bfloat16 and x.is_contiguous() and x.data_ptr() % 16 == 0

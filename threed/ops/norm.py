@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from threed.ops import launch
+from threed.ops import launch, sums
 
 BLOCKS_OF_BACKWARD = 2  # on a multiprocessor: each writes a part of the weights' gradients
 LARGEST = 16384  # numbers in a row
@@ -84,7 +84,7 @@ def backward(
         blocks,
     )
     for part, gradient in zip(parts, gradients, strict=True):
-        launch.start("add_parts", part, gradient, blocks, h, add)
+        sums.add_parts(part, gradient, add=add)
     return dx
 
 
@@ -100,7 +100,7 @@ def _check(
         and all(t is None or t.numel() == h for t in vectors)
     )
     tensors = [t for t in (x, weight, *rows, *vectors) if t is not None]
-    fits = fits and all(t.dtype == torch.bfloat16 and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
+    fits = fits and all(map(launch.packed, tensors))
     wanted = f"bf16 [n h] and [h], contiguous and 16-byte aligned, h a multiple of 8 up to {LARGEST}"
     launch.check(fits, name, wanted, *tensors)
     return len(x), h

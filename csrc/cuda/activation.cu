@@ -1,0 +1,191 @@
+// The feed-forward part's activations on bf16 rows. Their backwards compute again what the forwards could have saved.
+//
+//   swiglu    out = silu(gate) up          gate_up [rows 2f] -> out [rows f]     6 bytes an element of out, backward 10
+//   gelu      out = gelu(x + bias)         tanh form, [rows f] -> [rows f]       4 bytes, backward 6
+//
+// A warp has 32 packs of columns and walks over rows, AHEAD of them at a time; so GELU's backward sums the bias's gradient
+// in registers. Its parts [blocks f] are summed by sums.cu.
+
+#include "common.cuh"
+
+namespace {
+
+constexpr int THREADS = 256, WARPS = THREADS / WARP;
+constexpr int AHEAD = 2;  // rows whose packs a thread asks for before it uses the first
+
+// blockIdx.x: packs of columns; blockIdx.y: rows
+__device__ __forceinline__ int64_t first_row() { return (int64_t(blockIdx.y) * WARPS + threadIdx.x / WARP) * AHEAD; }
+__device__ __forceinline__ int64_t next_rows() { return int64_t(gridDim.y) * WARPS * AHEAD; }
+__device__ __forceinline__ int64_t my_pack() { return int64_t(blockIdx.x) * WARP + threadIdx.x % WARP; }
+
+// 1 / (1 + exp(-x)). Below -88 the exponential is infinite, and the quotient 0.
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
+
+__global__ void __launch_bounds__(THREADS)
+    swiglu(const uint4* __restrict__ gate_up, uint4* __restrict__ out, int64_t rows, int64_t packs) {
+  const int64_t at = my_pack();
+  if (at >= packs) return;
+  for (int64_t row = first_row(); row < rows; row += next_rows()) {
+    uint4 gates[AHEAD] = {}, ups[AHEAD] = {};
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      if (row + u >= rows) continue;
+      gates[u] = __ldcs(gate_up + 2 * (row + u) * packs + at);
+      ups[u] = __ldcs(gate_up + (2 * (row + u) + 1) * packs + at);
+    }
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      if (row + u >= rows) continue;
+      float gate[PACK], up[PACK];
+      unpack(gates[u], gate), unpack(ups[u], up);
+#pragma unroll
+      for (int k = 0; k < PACK; k++) up[k] *= gate[k] * sigmoid(gate[k]);
+      __stcs(out + (row + u) * packs + at, pack(up));
+    }
+  }
+}
+
+__global__ void __launch_bounds__(THREADS)
+    swiglu_backward(const uint4* __restrict__ dout, const uint4* gate_up, uint4* dgate_up, int64_t rows, int64_t packs) {
+  const int64_t at = my_pack();
+  if (at >= packs) return;
+  for (int64_t row = first_row(); row < rows; row += next_rows()) {
+    uint4 gates[AHEAD] = {}, ups[AHEAD] = {}, gradients[AHEAD] = {};
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      if (row + u >= rows) continue;
+      gates[u] = __ldcs(gate_up + 2 * (row + u) * packs + at);
+      ups[u] = __ldcs(gate_up + (2 * (row + u) + 1) * packs + at);
+      gradients[u] = __ldcs(dout + (row + u) * packs + at);
+    }
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      if (row + u >= rows) continue;
+      float gate[PACK], up[PACK], d[PACK];
+      unpack(gates[u], gate), unpack(ups[u], up), unpack(gradients[u], d);
+#pragma unroll
+      for (int k = 0; k < PACK; k++) {
+        const float s = sigmoid(gate[k]), silu = gate[k] * s;
+        gate[k] = d[k] * up[k] * (s + silu * (1.f - s));
+        up[k] = d[k] * silu;
+      }
+      __stcs(dgate_up + 2 * (row + u) * packs + at, pack(gate));
+      __stcs(dgate_up + (2 * (row + u) + 1) * packs + at, pack(up));
+    }
+  }
+}
+
+// gelu(x) = x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3): its tanh form, tanh(u) = 2 sigmoid(2 u) - 1.
+constexpr float CUBIC = 0.044715f, TWICE = 1.59576912f;  // 2 sqrt(2/pi)
+
+__device__ __forceinline__ float gelu_sigmoid(float x) { return sigmoid(TWICE * x * (1.f + CUBIC * x * x)); }
+
+__device__ __forceinline__ void load_bias(float (&b)[PACK], const uint4* bias, int64_t at) {
+  if (bias) unpack(__ldg(bias + at), b);
+}
+
+__global__ void __launch_bounds__(THREADS)
+    gelu(const uint4* __restrict__ x, const uint4* __restrict__ bias, uint4* __restrict__ out, int64_t rows,
+         int64_t packs) {
+  const int64_t at = my_pack();
+  if (at >= packs) return;
+  float b[PACK] = {};
+  load_bias(b, bias, at);
+  for (int64_t row = first_row(); row < rows; row += next_rows()) {
+    uint4 words[AHEAD] = {};
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++)
+      if (row + u < rows) words[u] = __ldcs(x + (row + u) * packs + at);
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      if (row + u >= rows) continue;
+      float y[PACK];
+      unpack(words[u], y);
+#pragma unroll
+      for (int k = 0; k < PACK; k++) y[k] = (y[k] + b[k]) * gelu_sigmoid(y[k] + b[k]);
+      __stcs(out + (row + u) * packs + at, pack(y));
+    }
+  }
+}
+
+// db_parts [gridDim.y f], or null.
+__global__ void __launch_bounds__(THREADS)
+    gelu_backward(const uint4* __restrict__ dout, const uint4* __restrict__ x, const uint4* __restrict__ bias,
+                  uint4* __restrict__ dx, float* __restrict__ db_parts, int64_t rows, int64_t packs) {
+  __shared__ float of_warp[WARPS][PACK][WARP];
+  const int64_t at = my_pack();
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  float b[PACK] = {}, db[PACK] = {};
+  if (at < packs) load_bias(b, bias, at);
+  for (int64_t row = first_row(); row < rows && at < packs; row += next_rows()) {
+    uint4 words[AHEAD] = {}, gradients[AHEAD] = {};
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      if (row + u >= rows) continue;
+      words[u] = __ldcs(x + (row + u) * packs + at);
+      gradients[u] = __ldcs(dout + (row + u) * packs + at);
+    }
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      if (row + u >= rows) continue;
+      float y[PACK], d[PACK];
+      unpack(words[u], y), unpack(gradients[u], d);
+#pragma unroll
+      for (int k = 0; k < PACK; k++) {
+        const float in = y[k] + b[k], s = gelu_sigmoid(in);
+        d[k] *= s + in * s * (1.f - s) * TWICE * (1.f + 3.f * CUBIC * in * in);
+        db[k] += d[k];
+      }
+      __stcs(dx + (row + u) * packs + at, pack(d));
+    }
+  }
+  if (!db_parts) return;
+#pragma unroll
+  for (int k = 0; k < PACK; k++) of_warp[warp][k][lane] = db[k];
+  __syncthreads();
+  if (warp != 0) return;
+#pragma unroll
+  for (int w = 1; w < WARPS; w++)
+#pragma unroll
+    for (int k = 0; k < PACK; k++) db[k] += of_warp[w][k][lane];
+  store_floats(db_parts + int64_t(blockIdx.y) * packs * PACK, db, at, packs);
+}
+
+// As many blocks of rows as there is work for; at most what a grid can have.
+dim3 grid_of(int64_t rows, int64_t packs) {
+  const int64_t down = ceil_div(rows, WARPS * AHEAD);
+  return dim3(unsigned(ceil_div(packs, WARP)), unsigned(down < 65535 ? down : 65535));
+}
+
+}  // namespace
+
+extern "C" {
+
+// out [rows f] = silu(gate) up, of gate_up [rows 2f].
+int threed_cuda_swiglu(const void* gate_up, void* out, int64_t rows, int64_t f, cudaStream_t stream) {
+  return launch(swiglu, grid_of(rows, f / PACK), THREADS, 0, stream, static_cast<const uint4*>(gate_up),
+                static_cast<uint4*>(out), rows, f / PACK);
+}
+
+// dgate_up [rows 2f], which may be gate_up itself.
+int threed_cuda_swiglu_backward(const void* dout, const void* gate_up, void* dgate_up, int64_t rows, int64_t f,
+                                cudaStream_t stream) {
+  return launch(swiglu_backward, grid_of(rows, f / PACK), THREADS, 0, stream, static_cast<const uint4*>(dout),
+                static_cast<const uint4*>(gate_up), static_cast<uint4*>(dgate_up), rows, f / PACK);
+}
+
+// out [rows f] = gelu(x + bias); bias [f] may be null.
+int threed_cuda_gelu(const void* x, const void* bias, void* out, int64_t rows, int64_t f, cudaStream_t stream) {
+  return launch(gelu, grid_of(rows, f / PACK), THREADS, 0, stream, static_cast<const uint4*>(x),
+                static_cast<const uint4*>(bias), static_cast<uint4*>(out), rows, f / PACK);
+}
+
+// dx [rows f], and db_parts fp32 [blocks f] unless that is null: the parts of its sum over rows.
+int threed_cuda_gelu_backward(const void* dout, const void* x, const void* bias, void* dx, float* db_parts, int64_t rows,
+                              int64_t f, int64_t blocks, cudaStream_t stream) {
+  const dim3 grid = db_parts ? dim3(unsigned(ceil_div(f / PACK, WARP)), unsigned(blocks)) : grid_of(rows, f / PACK);
+  return launch(gelu_backward, grid, THREADS, 0, stream, static_cast<const uint4*>(dout), static_cast<const uint4*>(x),
+                static_cast<const uint4*>(bias), static_cast<uint4*>(dx), db_parts, rows, f / PACK);
+}
+
+}  // extern "C"

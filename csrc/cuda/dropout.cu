@@ -1,0 +1,63 @@
+// Dropout of bf16 rows whose mask is a function of counters (threed/rng.py), with the bias and residual around it.
+//
+//   forward    out = residual + (x + bias) keep / (1 - p)     6 bytes an element, 4 without residual
+//   backward   dx = dout keep / (1 - p)                       4 bytes: the mask is drawn again
+//
+// x: [s b h], or a rank's part of the sequence. Element e of a sample's [s h] is kept by word e % 4 of the counter (e / 4,
+// the sample's two words, the step). A warp has a row; a lane draws two counters for eight columns.
+
+#include "philox.cuh"
+
+namespace {
+
+constexpr int THREADS = 256, WARPS = THREADS / WARP;
+
+struct Stream {
+  unsigned key0, key1, step, threshold;  // kept from this word on
+  float scale;
+};
+
+__global__ void __launch_bounds__(THREADS)
+    dropout(const uint4* __restrict__ x, const uint4* __restrict__ bias, const uint4* __restrict__ residual,
+            const int64_t* __restrict__ samples, uint4* __restrict__ out, unsigned rows, unsigned sequences,
+            unsigned first_position, unsigned packs, Stream stream) {
+  const unsigned row = blockIdx.x * WARPS + threadIdx.x / WARP;
+  if (row >= rows) return;
+  const unsigned position = first_position + row / sequences;
+  const int64_t sample = samples[row % sequences];
+  for (unsigned at = threadIdx.x % WARP; at < packs; at += WARP) {
+    float y[PACK], b[PACK] = {}, r[PACK] = {};
+    const uint4 words = __ldcs(x + int64_t(row) * packs + at);
+    uint4 added = make_uint4(0, 0, 0, 0);
+    if (residual) added = __ldcs(residual + int64_t(row) * packs + at);
+    if (bias) unpack(__ldg(bias + at), b);
+    unpack(words, y), unpack(added, r);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const unsigned counter = 2 * (position * packs + at) + half;
+      const uint4 drawn = philox(make_uint4(counter, unsigned(sample), unsigned(sample >> 32), stream.step), stream.key0,
+                                 stream.key1);
+      const unsigned random[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        float& one = y[4 * half + k];
+        one = r[4 * half + k] + (random[k] >= stream.threshold ? (one + b[4 * half + k]) * stream.scale : 0.f);
+      }
+    }
+    __stcs(out + int64_t(row) * packs + at, pack(y));
+  }
+}
+
+}  // namespace
+
+// out [rows h] from x [rows h]; bias [h] and residual [rows h] may be null. Rows are positions first_position ... of
+// `sequences` samples, int64. key0, key1, step, threshold: of 32 bits.
+extern "C" int threed_cuda_dropout(const void* x, const void* bias, const void* residual, const int64_t* samples, void* out,
+                                   int64_t rows, int64_t h, int64_t sequences, int64_t first_position, int64_t key0,
+                                   int64_t key1, int64_t step, int64_t threshold, double scale,
+                                   cudaStream_t stream) {
+  const Stream random = {unsigned(key0), unsigned(key1), unsigned(step), unsigned(threshold), float(scale)};
+  return launch(dropout, unsigned(ceil_div(rows, WARPS)), THREADS, 0, stream, static_cast<const uint4*>(x),
+                static_cast<const uint4*>(bias), static_cast<const uint4*>(residual), samples, static_cast<uint4*>(out),
+                rows, sequences, first_position, h / PACK, random);
+}

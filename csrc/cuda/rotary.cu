@@ -1,0 +1,58 @@
+// Rotary positions (arXiv 2104.09864) on the first heads of packed rows, in place: 4 bytes an element of these heads.
+//
+//   left, right = left cos - right sin, right cos + left sin       halves of a head, as Hugging Face lays them out
+//
+// A row [width] is one position of one sequence: queries' heads, keys' heads, and what is left alone (values). A warp has a
+// row; the table of a position serves all of its heads, from the first-level cache. The backward turns the other way.
+
+#include "common.cuh"
+
+namespace {
+
+constexpr int THREADS = 256, WARPS = THREADS / WARP;
+
+// Eight floats of a table whose first and second fours are `apart` fours from each other: neighbours read side by side.
+__device__ __forceinline__ void load_floats(float (&x)[PACK], const float4* from, unsigned apart) {
+  const float4 low = __ldg(from), high = __ldg(from + apart);
+  x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+  x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+}
+
+// half: packs of half a head. pairs: of packs in a row, one for each pack of a left half.
+__global__ void __launch_bounds__(THREADS)
+    rotary(uint4* __restrict__ x, const float4* __restrict__ table, unsigned rows, unsigned sequences, unsigned pairs,
+           unsigned half, int64_t packs, float direction) {
+  const unsigned row = blockIdx.x * WARPS + threadIdx.x / WARP;
+  if (row >= rows) return;
+  const float4* const turns = table + int64_t(row / sequences) * 4 * half;
+  uint4* const mine = x + row * packs;
+#pragma unroll 2
+  for (unsigned i = threadIdx.x % WARP; i < pairs; i += WARP) {
+    const unsigned head = i / half, at = i - head * half;  // 32 bits: a longer division would be a call
+    uint4* const left_at = mine + 2 * head * half + at;
+    float left[PACK], right[PACK], c[PACK], s[PACK];
+    unpack(__ldcs(left_at), left), unpack(__ldcs(left_at + half), right);
+    load_floats(c, turns + at, half);
+    load_floats(s, turns + 2 * half + at, half);
+#pragma unroll
+    for (int k = 0; k < PACK; k++) {
+      const float turned = direction * s[k], old = left[k];
+      left[k] = old * c[k] - right[k] * turned;
+      right[k] = right[k] * c[k] + old * turned;
+    }
+    __stcs(left_at, pack(left));
+    __stcs(left_at + half, pack(right));
+  }
+}
+
+}  // namespace
+
+// x [rows width]: turns the first `heads` of size d in each row by the angles of its position, row / sequences. table: fp32
+// [positions 2 2 d/16 4], of each position cosines and sines, of these the first fours of all packs, then the second ones.
+// direction: 1, or -1 for the backward.
+extern "C" int threed_cuda_rotary(void* x, const float* table, int64_t rows, int64_t width, int64_t sequences,
+                                  int64_t heads, int64_t d, double direction, cudaStream_t stream) {
+  const int64_t half = d / (2 * PACK);
+  return launch(rotary, unsigned(ceil_div(rows, WARPS)), THREADS, 0, stream, static_cast<uint4*>(x),
+                reinterpret_cast<const float4*>(table), rows, sequences, heads * half, half, width / PACK, direction);
+}

@@ -1,0 +1,96 @@
+"""csrc/cuda/activation.cu against fp64, with what it reads and writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cuda.cases import (
+    assert_close,
+    assert_close_in_bf16,
+    assert_coalesced,
+    assert_traffic,
+    bf16,
+    in_every_order,
+)
+from tests.cuda.emulator import COMPILER, Machine, emulated
+from threed.ops import activation
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+SHAPES = [(1, 8), (7, 72), (9, 256), (33, 264), (130, 512), (5, 4104)]
+
+
+def wide(rows: int, f: int, seed: int = 0) -> Tensor:
+    """Numbers of every size, also those whose exponential is infinite."""
+    x = bf16(rows, f, seed=seed, scale=3.0)
+    x.view(-1)[::13] *= 50
+    return x
+
+
+def large(rows: int, f: int) -> bool:
+    return rows * f >= 4096 and f % 256 == 0
+
+
+@pytest.mark.parametrize(("rows", "f"), SHAPES)
+def test_swiglu(rows: int, f: int) -> None:
+    gate_up, dout = wide(rows, 2 * f), bf16(rows, f, seed=1)
+
+    def work(machine: Machine) -> tuple[Tensor, ...]:
+        out = activation.swiglu(gate_up)
+        gradient = activation.swiglu_backward(dout, gate_up)
+        forward, backward = machine.launches
+        assert_traffic(forward, {"gate_up": (1, 0), "out": (0, 1)})
+        assert_traffic(backward, {"dout": (1, 0), "gate_up": (1, 0), "dgate_up": (0, 1)})
+        if large(rows, f):
+            assert_coalesced(forward)
+            assert_coalesced(backward)
+        return out, gradient
+
+    out, gradient = in_every_order(work)
+    x = gate_up.double().requires_grad_()
+    y = activation.swiglu_reference(x)
+    assert_close_in_bf16(out, y.detach())
+    assert_close_in_bf16(gradient, torch.autograd.grad(y, x, dout.double())[0])
+
+
+@pytest.mark.parametrize(("rows", "f"), SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("bias_gradient", [None, False, True])
+def test_gelu(rows: int, f: int, with_bias: bool, bias_gradient: bool | None) -> None:
+    """bias_gradient: whether it is added to what is there; None: not asked for."""
+    x, dout = wide(rows, f), bf16(rows, f, seed=1)
+    bias = bf16(f, seed=2) if with_bias else None
+    held = torch.randn(f, generator=torch.Generator().manual_seed(3))
+
+    def work(machine: Machine) -> tuple[Tensor, ...]:
+        out = activation.gelu(x, bias)
+        dbias = None if bias_gradient is None else held.clone() if bias_gradient else torch.empty(f)
+        dx = activation.gelu_backward(dout, x, bias, dbias, add=bool(bias_gradient))
+        forward, backward, *rest = machine.launches
+        elements = {"x": (1, 0), "out": (0, 1), "dout": (1, 0), "dx": (0, 1), "db_parts": (0, 1)}
+        for ran in (forward, backward):
+            biases = {"bias": ran.traffic["bias"].times} if "bias" in ran.traffic else {}  # once a warp
+            assert_traffic(ran, {n: t for n, t in elements.items() if n in ran.traffic} | biases)
+            if large(rows, f):
+                assert_coalesced(ran)
+        assert len(rest) == (bias_gradient is not None)
+        return (out, dx) if dbias is None else (out, dx, dbias)
+
+    out, dx, *dbias = in_every_order(work)
+    a = x.double().requires_grad_()
+    y = activation.gelu_reference(a, None if bias is None else bias.double())
+    assert_close_in_bf16(out, y.detach())
+    (gradient,) = torch.autograd.grad(y, a, dout.double())
+    assert_close_in_bf16(dx, gradient)
+    if dbias:
+        assert_close(dbias[0], gradient.sum(0) + (held.double() if bias_gradient else 0))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with emulated(), pytest.raises(ValueError, match=r"swiglu takes bf16 \[n f\]"):
+        activation.swiglu(bf16(3, 24))
+    with emulated(), pytest.raises(ValueError, match=r"gelu takes bf16 \[n f\]"):
+        activation.gelu(bf16(3, 16), bf16(8))
+    with emulated(), pytest.raises(ValueError, match="gelu_backward takes"):
+        activation.gelu_backward(bf16(3, 16), bf16(3, 16).float())

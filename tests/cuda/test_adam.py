@@ -1,0 +1,99 @@
+"""csrc/cuda/adam.cu against fp64, with what it reads and writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cuda.cases import assert_close, assert_close_in_bf16, assert_coalesced, assert_traffic, in_every_order
+from tests.cuda.emulator import COMPILER, Machine, emulated
+from threed.ops import adam
+from threed.ops.adam import Adam
+from threed.ops.update import StepScalars
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+def normal(n: int, seed: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def now(step: int = 3, skip: float = 0.0) -> StepScalars:
+    lr, number, scale, skipped = (torch.tensor(x, dtype=torch.float64) for x in (3e-4, step, 0.37, skip))
+    return StepScalars(lr, number, scale, skipped)
+
+
+@pytest.mark.parametrize("n", [4, 12, 1020, 4096, 100_000])
+@pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_out", [True, False])
+@pytest.mark.parametrize("step", [1, 1000])
+def test_update(n: int, gradient: torch.dtype, with_out: bool, step: int) -> None:
+    rule, decay = Adam(0.9, 0.95, 1e-8), 0.1
+    p, m, v, g = normal(n, 0), 0.1 * normal(n, 1), 0.01 * normal(n, 2).square(), normal(n, 3).to(gradient)
+    v[::7], g[::7], m[::7] = 0, 0, 0  # never used yet
+
+    def work(machine: Machine) -> tuple[Tensor, ...]:
+        states, out = [t.clone() for t in (p, m, v)], torch.empty(n, dtype=torch.bfloat16) if with_out else None
+        adam.call_cuda(*states, g, out, now(step), rule, decay)
+        (ran,) = machine.launches
+        arrays = {"p": (1, 1), "m": (1, 1), "v": (1, 1), "g": (1, 0), "out": (0, 1)}
+        scalars = {n: t.times for n, t in ran.traffic.items() if t.size == 8 and n not in arrays}
+        assert_traffic(ran, {n: t for n, t in arrays.items() if n in ran.traffic} | scalars)
+        moved = sum(ran.traffic[name].read + ran.traffic[name].written for name in arrays if name in ran.traffic)
+        assert moved == n * (24 + g.element_size() + 2 * with_out)
+        if n >= 4096:
+            assert_coalesced(ran)
+        return (*states, out) if out is not None else tuple(states)
+
+    states = in_every_order(work)
+    wide = [t.double() for t in (p, m, v)]
+    adam.reference(wide[0], g.double(), wide[1], wide[2], now(step), rule, decay)
+    for got, truth in zip(states, wide, strict=False):
+        assert_close(got, truth, 1e-6)
+    update = (states[0].double() - p.double(), wide[0] - p.double())
+    assert (update[0] - update[1]).abs().max() <= 2.0**-23 * p.abs().max() + 1e-5 * update[1].abs().max()
+    if with_out:
+        assert torch.equal(states[3], states[0].bfloat16())
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    before = [normal(64, seed) for seed in range(3)]
+    after, out = [t.clone() for t in before], torch.zeros(64, dtype=torch.bfloat16)
+    with emulated():
+        adam.call_cuda(*after, torch.full((64,), torch.nan), out, now(skip=1.0), Adam(), 0.1)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not out.any()
+
+
+def test_stochastic_rounding_is_right_on_average() -> None:
+    n, tries = 256, 400
+    p = normal(n, 0)
+    p[0], p[1], p[2], p[3] = 1.0, -2.5, 3.0e38, 0.0  # exact in bf16, or near its end
+    total = torch.zeros(n, dtype=torch.float64)
+    for step in range(1, tries + 1):
+        with emulated(checks=False):
+            out = torch.empty(n, dtype=torch.bfloat16)
+            zero = [torch.zeros(n) for _ in range(3)]
+            adam.call_cuda(p.clone(), zero[0], zero[1], zero[2], out, now(step), Adam(), 0.0, stream=(5, 7))
+        low, high = _neighbours(p)
+        assert ((out == low) | (out == high)).all()
+        total += out.double()
+    gap = (high.double() - low.double()).abs().clamp(min=1e-30)
+    assert ((total / tries - p.double()).abs() / gap).max() < 5 * 0.5 / tries**0.5  # five standard deviations
+    assert torch.equal(total[:2] / tries, p[:2].double())
+
+
+def _neighbours(p: Tensor) -> tuple[Tensor, Tensor]:
+    """bf16 numbers at p, or on both sides of it."""
+    bits = p.view(torch.int32)
+    low = (bits & -65536).view(torch.float32)
+    high = torch.where(low == p, low, ((bits & -65536) + 65536).view(torch.float32))
+    return low.bfloat16(), high.bfloat16()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    three = [normal(8, seed) for seed in range(3)]
+    for arrays, g in ((three, normal(8, 3).half()), ([t.double() for t in three], normal(8, 3)), (three, normal(4, 3))):
+        with emulated(), pytest.raises(ValueError, match="adamw takes p, m, v fp32"):
+            adam.call_cuda(*arrays, g, None, now(), Adam(), 0.0)

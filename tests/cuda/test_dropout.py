@@ -1,0 +1,59 @@
+"""csrc/cuda/dropout.cu: the bits of threed/rng.py, with what it reads and writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cuda.cases import assert_close_in_bf16, assert_coalesced, assert_traffic, bf16, in_every_order
+from tests.cuda.emulator import COMPILER, Machine, emulated
+from threed.ops import dropout
+from threed.ops.dropout import Draw
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+SHAPES = [(1, 1, 8), (3, 2, 40), (5, 3, 256), (2, 2, 1032), (4, 2, 2048)]
+
+
+def draw(sequences: int, p: float, first: int = 0) -> Draw:
+    """Samples beyond 32 bits, too."""
+    samples = torch.tensor([7, 2**32 + 5, 2**40 + 1])[:sequences]
+    return Draw(1234, "blocks.3.mlp.dropout", 2**31 + 17, samples, first, p)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("with_bias", "with_residual"), [(False, False), (True, False), (True, True), (False, True)])
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.75])
+def test_dropout(shape: tuple[int, int, int], with_bias: bool, with_residual: bool, p: float) -> None:
+    length, sequences, h = shape
+    x, what = bf16(*shape) + 2, draw(sequences, p, first=3)
+    bias, residual = bf16(h, seed=1) if with_bias else None, bf16(*shape, seed=2) if with_residual else None
+
+    def work(machine: Machine) -> tuple[Tensor, ...]:
+        out = dropout.dropout(x, what, bias, residual)
+        (ran,) = machine.launches
+        times = {"x": (1, 0), "residual": (1, 0), "out": (0, 1), "bias": (length * sequences, 0)}
+        assert_traffic(ran, {n: t for n, t in (times | {"samples": (32 * length, 0)}).items() if n in ran.traffic})
+        if x.numel() >= 4096:
+            assert_coalesced(ran)
+        return (out,)
+
+    (out,) = in_every_order(work)
+    wide = [None if t is None else t.double() for t in (x, bias, residual)]
+    truth = dropout.reference(wide[0], what, wide[1], wide[2])  # type: ignore[arg-type]
+    assert_close_in_bf16(out.view(-1, h), truth.view(-1, h))
+    if not with_residual:
+        assert torch.equal(out != 0, truth != 0)  # the same bits
+
+
+def test_a_part_of_a_sequence_has_that_part_of_the_mask() -> None:
+    x = bf16(6, 2, 64)
+    with emulated():
+        whole, part = dropout.dropout(x, draw(2, 0.5)), dropout.dropout(x[2:5], draw(2, 0.5, first=2))
+    assert torch.equal(whole[2:5], part)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    for x, what in ((bf16(2, 2, 12), draw(2, 0.1)), (bf16(2, 3, 16), draw(2, 0.1)), (bf16(2, 2, 16), draw(2, 1.0))):
+        with emulated(), pytest.raises(ValueError, match=r"dropout takes bf16 \[s b h\]"):
+            dropout.dropout(x, what)

@@ -1,0 +1,78 @@
+"""csrc/cuda/quantise.cu against fp64, with what it reads and writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cuda.cases import assert_close, assert_close_in_bf16, assert_coalesced, assert_traffic, bf16, in_every_order
+from tests.cuda.emulator import COMPILER, Machine, emulated
+from threed.ops import quantise
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+def numbers(blocks: int, seed: int = 0) -> Tensor:
+    """Blocks of different sizes; one of zeros."""
+    x = bf16(blocks, 256, seed=seed) * torch.logspace(-6, 6, blocks).bfloat16().view(-1, 1)
+    x[blocks // 2] = 0
+    return x.flatten()
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 8, 9, 100])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantise(blocks: int, bits: int) -> None:
+    x = numbers(blocks)
+
+    def work(machine: Machine) -> tuple[Tensor, ...]:
+        out = quantise.quantise(x, bits)
+        assert_traffic(machine.launches[0], {"x": (1, 0), "out": (0, 1), "scales": (0, 1)})
+        if blocks >= 16:
+            assert_coalesced(machine.launches[0])
+        return out
+
+    q, scales = in_every_order(work)
+    whole, truth = quantise.quantise_reference(x.double(), bits)
+    assert_close(scales, truth, 1e-6)
+    assert (quantise.unpacked(q, bits).int() - whole.int()).abs().max() <= 1  # a number between two may go either way
+    back = quantise.unpacked(q, bits).double() * truth.view(-1, 1)
+    assert ((back - x.double().view(-1, 256)).abs() <= 0.5001 * truth.view(-1, 1)).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5, 8])
+@pytest.mark.parametrize("blocks", [1, 9, 40])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_dequantise(ranks: int, blocks: int, bits: int) -> None:
+    with emulated():
+        both = [quantise.quantise(numbers(blocks, seed), bits) for seed in range(ranks)]
+    q, scales = (torch.stack(parts) for parts in zip(*both, strict=True))
+
+    def work(machine: Machine) -> tuple[Tensor, ...]:
+        out = quantise.dequantise(q, scales, bits)
+        assert_traffic(machine.launches[0], {"q": (1, 0), "scales": (32, 0), "out": (0, 1)})
+        if blocks >= 16:
+            assert_coalesced(machine.launches[0])
+        return (out,)
+
+    (out,) = in_every_order(work)
+    truth = quantise.dequantise_reference(q, scales.double(), bits)
+    assert_close_in_bf16(out.view(-1, 256), truth.view(-1, 256))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_stays_so(bits: int, bad: float) -> None:
+    x = numbers(3)
+    x[300] = bad
+    with emulated():
+        q, scales = quantise.quantise(x, bits)
+        back = quantise.dequantise(q.unsqueeze(0), scales.unsqueeze(0), bits).view(3, 256)
+    assert back[1].isnan().all()
+    assert back[[0, 2]].isfinite().all()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    for x, bits in ((bf16(255), 8), (bf16(256).float(), 8), (bf16(256), 2)):
+        with emulated(), pytest.raises(ValueError, match=r"quantise takes bf16 \[n\]"):
+            quantise.quantise(x, bits)

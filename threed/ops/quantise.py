@@ -1,0 +1,65 @@
+"""Blocks of 256 numbers as 8-bit or 4-bit whole numbers and a scale (ZeRO++, arXiv 2306.10209): csrc/cuda/quantise.cu.
+
+A block's scale is its largest number over 127 (or 7); NaN where a number of it is not finite, and so what comes back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from threed.ops import launch
+
+BLOCK = 256
+TOPS = {8: 127, 4: 7}
+
+
+def quantise_reference(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Whole numbers int8 [k 256] (not packed) and scales [k] of x [n], n a multiple of 256."""
+    blocks = x.view(-1, BLOCK)
+    scales = blocks.abs().amax(1) / TOPS[bits]
+    scales = torch.where(blocks.isfinite().all(1), scales, torch.nan)
+    whole = (blocks / scales.view(-1, 1)).nan_to_num(0, 0, 0).round().clamp(-TOPS[bits], TOPS[bits])
+    return whole.to(torch.int8), scales
+
+
+def unpacked(q: Tensor, bits: int) -> Tensor:
+    """The whole numbers int8 [... k 256] of packed ones uint8 [... k 256 bits/8]."""
+    if bits == 8:
+        return q.view(torch.int8)
+    low, high = (q << 4).view(torch.int8) >> 4, q.view(torch.int8) >> 4
+    return torch.stack((low, high), -1).flatten(-2)
+
+
+def dequantise_reference(q: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """The sum over ranks [n] of packed q [r k 256 bits/8] times scales [r k]."""
+    return (unpacked(q, bits).to(scales.dtype) * scales.unsqueeze(-1)).sum(0).flatten()
+
+
+def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Packed whole numbers, uint8 [k 256 bits/8], and scales, fp32 [k], of x bf16 [n]. 3 bytes an element (2.5)."""
+    fits = bits in TOPS and x.numel() % BLOCK == 0 and launch.packed(x)
+    launch.check(fits, "quantise", "bf16 [n], contiguous and 16-byte aligned, n a multiple of 256, in 8 or 4 bits", x)
+    blocks = x.numel() // BLOCK
+    out = x.new_empty(blocks, BLOCK * bits // 8, dtype=torch.uint8)
+    scales = x.new_empty(blocks, dtype=torch.float32)
+    if blocks:
+        launch.start("quantise", x, out, scales, blocks, bits, _grid(x, blocks))
+    return out, scales
+
+
+def dequantise(q: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """The sum over ranks, bf16 [n], of packed q [r k 256 bits/8] times scales [r k]. r + 2 bytes an element."""
+    ranks, blocks = scales.shape
+    fits = bits in TOPS and q.dtype == torch.uint8 and q.shape == (ranks, blocks, BLOCK * bits // 8)
+    fits = fits and q.is_contiguous() and q.data_ptr() % 16 == 0
+    fits = fits and scales.dtype == torch.float32 and scales.is_contiguous()
+    launch.check(fits, "dequantise", "q uint8 [r k 256 bits/8] and scales fp32 [r k], contiguous", q, scales)
+    out = q.new_empty(blocks * BLOCK, dtype=torch.bfloat16)
+    if blocks:
+        launch.start("dequantise", q, scales, out, blocks, ranks, bits, _grid(q, blocks))
+    return out
+
+
+def _grid(x: Tensor, blocks: int) -> int:
+    return min(8 * launch.processors(x.device), -(-blocks // 8))
