@@ -203,11 +203,16 @@ def test_cuda_sources_would_be_found(house: Path) -> None:
     compiler = house / "fake-nvcc"
     compiler.write_text(
         f'#!/bin/sh\n[ "$1" = --version ] && exec {COMPILER} --version\n'
+        f'[ "$1" = --list-gpu-code ] && {{ echo sm_80 sm_86; exit; }}\necho "$@" >> "{house}/flags"\n'
         f'for last; do :; done\nexec {COMPILER} -shared -fPIC -x c++ "{house}/csrc/cuda/one.cu" -o "$last"\n'
     )
     compiler.chmod(0o755)
     call = ANSWER.replace("cpu", "cuda")
     assert run(house, "-c", call, NVCC=str(compiler)).stdout == "44\n"
+    flags = (house / "flags").read_text().split()
+    assert [f for f in flags if f.startswith("-gencode")] == [  # of those that it knows
+        "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_80,code=compute_80",
+    ]  # fmt: skip
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -81,6 +81,19 @@ def beside(stream: torch.Stream) -> Iterator[None]:
 def copy_stream(device: torch.device, direction: str) -> torch.Stream:
     """The stream of copies between the host and a GPU, one for each direction."""
     return torch.Stream(device)
+
+
+def made_current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the one that kernels are started on; nothing where it is so already."""
+    return (
+        nullcontext() if device.index in (None, torch.accelerator.current_device_index()) else torch.cuda.device(device)
+    )
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """The multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def stream_address(device: torch.device) -> int | None:

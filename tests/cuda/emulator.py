@@ -29,6 +29,7 @@ from unittest import mock
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from threed import device
 from threed.ops import launch
 
 HERE = Path(__file__).resolve().parent
@@ -38,7 +39,7 @@ COMMON = ("-std=c++20", "-g1", "-O2", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown
 # -fno-tree-sra: a copy of 16 bytes stays one access. -fno-gnu-unique: two libraries do not share a kernel's variables.
 KERNEL = (
     "-fno-gnu-unique", "-ffp-contract=fast", "-fsanitize=thread", "-fno-tree-sra", "-x", "c++", "-include",
-    "cuda_runtime.h", f"-I{SOURCES}",
+    "cuda_runtime.h",
 )  # fmt: skip
 
 Order = Literal["random", "forward", "backward"]
@@ -164,7 +165,7 @@ def emulated(
     runtime().emulator_begin(seed, ORDERS.index(order), checks, TRACED_BLOCKS)
     with (
         mock.patch.object(launch, "start", machine.start),
-        mock.patch.object(launch, "processors", return_value=PROCESSORS),
+        mock.patch.object(device, "processors", return_value=PROCESSORS),
         _FreshMemory(machine),
     ):
         yield machine
@@ -183,23 +184,30 @@ def parameters() -> dict[str, list[str]]:
 # --------------------------------------------------------------------------------------------------------------- build
 
 
-def build(changed: dict[str, str] | None = None) -> Path:
-    """The library of all kernels; or, with the texts of `changed` sources, of these alone."""
-    names = sorted(changed or (path.name for path in SOURCES.glob("*.cu")))
-    objects = [_compile(name, (changed or {}).get(name) or (SOURCES / name).read_text()) for name in names]
+def build(changed: dict[str, str] | None = None, *, only: bool = False) -> Path:
+    """The library of all kernels, with the texts of `changed` in place of those sources; or of these `only`."""
+    changed = changed or {}
+    texts = {path.name: path.read_text() for path in sorted(SOURCES.iterdir()) if not only} | changed
+    headers = {name: text for name, text in texts.items() if name.endswith(".cuh")}
+    headers |= {path.name: path.read_text() for path in SOURCES.glob("*.cuh") if only}
+    objects = [_compile(name, text, headers) for name, text in texts.items() if name.endswith(".cu")]
     parts = [*objects, _runtime_path()]
     return _made(f"kernels-{_hash(*(part.name for part in parts))}.so", _command("-shared", *parts))
 
 
-def _compile(name: str, text: str) -> Path:
-    """The object of one source."""
-    headers = [path.read_text() for path in (*sorted(SOURCES.glob("*.cuh")), *sorted((HERE / "include").glob("*.h")))]
-    made = f"{name}-{_hash(text, *headers, *KERNEL, *COMMON)}.o"
+def _compile(name: str, text: str, headers: dict[str, str]) -> Path:
+    """The object of one source. Of headers those that it includes, directly or not, decide whether it is the same."""
+    used, included = [text], re.findall(r'#include "(\S+)"', text)
+    while included:
+        used.append(headers[included.pop()])
+        included += re.findall(r'#include "(\S+)"', used[-1])
+    runtime_headers = [path.read_text() for path in sorted((HERE / "include").glob("*.h"))]
+    made = f"{name}-{_hash(*used, *runtime_headers, *KERNEL, *COMMON)}.o"
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / name
-        source.write_text(text)
+        for file, content in {**headers, name: text}.items():
+            (Path(folder) / file).write_text(content)
         fused = ("-mfma",) if os.uname().machine == "x86_64" else ()
-        return _made(made, _command(*fused, *KERNEL, "-c", source))
+        return _made(made, _command(*fused, *KERNEL, f"-I{folder}", "-c", Path(folder) / name))
 
 
 @functools.cache

@@ -9,7 +9,8 @@ the hash of its sources, flags, compiler and machine, so an old one is never loa
 lock that the kernel drops when its holder dies.
 
 CXX and NVCC name other compilers. THREED_NATIVE=0 switches native code off: the portable torch path runs.
-Code is compiled for the plain architecture; faster instructions are picked at run time, so a library may be moved.
+Code is compiled for the plain architecture; faster instructions are picked at run time, so a library may be moved. For
+GPUs it is compiled for every generation that the compiler knows of `CUDA.architectures`, and as PTX for later ones.
 """
 
 from __future__ import annotations
@@ -44,13 +45,15 @@ class Unavailable(BuildError):
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library: all sources of one folder of `csrc`. variable: the environment's name for its compiler."""
+    """A shared library: all sources of one folder of `csrc`. variable: the environment's name for its compiler.
+    architectures: compute capabilities without the point, of GPUs to compile for."""
 
     name: str
     suffix: str
     variable: str
     compilers: tuple[str, ...]
     flags: tuple[str, ...]
+    architectures: tuple[str, ...] = ()
 
     @property
     def sources(self) -> list[Path]:
@@ -64,10 +67,12 @@ CPU = Library(
     ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
      *WARNINGS),
 )  # fmt: skip
+# Denormal numbers are zero: exponentials and roots are one instruction each then.
 CUDA = Library(
     "cuda", ".cu", "NVCC", ("nvcc", "/usr/local/cuda/bin/nvcc"),
-    ("-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC", "-cudart=static", "-gencode=arch=compute_80,code=sm_80",
-     "-gencode=arch=compute_90,code=sm_90", "-gencode=arch=compute_90,code=compute_90"),
+    ("-std=c++17", "-O3", "-ftz=true", "-shared", "-Xcompiler=-fPIC", "-cudart=static", "--threads=0",
+     "-Werror=all-warnings"),
+    ("80", "90", "100"),
 )  # fmt: skip
 LIBRARIES = {library.name: library for library in (CPU, CUDA)}
 
@@ -133,7 +138,8 @@ def _key(library: Library, command: list[str]) -> str:
         version = subprocess.run([*command, "--version"], capture_output=True, check=False).stdout
     except OSError as error:
         raise BuildError(f"{shlex.join(command)} does not run: {error} ({library.variable} names another)") from error
-    parts = [platform.machine().encode(), shlex.join((*command[1:], *library.flags)).encode(), version]
+    flags = (*command[1:], *library.flags, *library.architectures)
+    parts = [platform.machine().encode(), shlex.join(flags).encode(), version]
     for path in sorted((source_root() / library.name).iterdir()):
         if path.suffix in (library.suffix, ".h", ".cuh"):
             parts += [path.name.encode(), path.read_bytes()]
@@ -157,14 +163,28 @@ def _compile(library: Library, command: list[str], path: Path) -> None:
     try:
         sources = [str(source) for source in library.sources]
         done = subprocess.run(
-            [*command, *library.flags, *sources, "-o", name], capture_output=True, text=True, check=False
-        )
+            [*command, *library.flags, *_targets(library, command), *sources, "-o", name],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
         if done.returncode:
             raise BuildError(f"{command[0]} failed:\n{first_errors(done.stderr or done.stdout)}")
         os.chmod(name, 0o755)
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def _targets(library: Library, command: list[str]) -> list[str]:
+    """The flags for those GPUs that this compiler knows; of the newest also PTX, which later GPUs compile themselves.
+
+    It is one command, so they go to the linker as well, which would else add a GPU of its own choice.
+    """
+    if not library.architectures:
+        return []
+    listed = subprocess.run([*command, "--list-gpu-code"], capture_output=True, text=True, check=False).stdout.split()
+    known = [a for a in library.architectures if f"sm_{a}" in listed] or list(library.architectures)
+    codes = [(a, f"sm_{a}") for a in known] + [(known[-1], f"compute_{known[-1]}")]
+    return [f"-gencode=arch=compute_{a},code={code}" for a, code in codes]
 
 
 def first_errors(output: str, lines: int = 6) -> str:

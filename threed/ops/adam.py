@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed import native
+from threed import device, native
 from threed.ops import launch
 from threed.ops.update import StepScalars, needs_reference
 
@@ -125,8 +125,8 @@ def call_cuda(
 ) -> None:  # fmt: skip
     """The update by csrc/cuda/adam.cu: p, m, v fp32 [n], g fp32 or bf16 [n], out bf16 [n]; n a multiple of 4.
 
-    The scalars are fp64 on the same device, and read there. stream: the key of a random stream (`rng.key`), by which out
-    is rounded stochastically; without one to nearest. 28 bytes an element with g and out in bf16; one kernel.
+    The scalars are fp64 on the same device, and read there. stream: the key of a random stream (`rng.key`), by which
+    out is rounded stochastically; without one to nearest. 28 bytes an element with g and out in bf16; one kernel.
     """
     fits = all(t.dtype == torch.float32 for t in (p, m, v)) and g.dtype in (torch.float32, torch.bfloat16)
     fits = fits and (out is None or out.dtype == torch.bfloat16) and p.numel() % 4 == 0
@@ -138,10 +138,10 @@ def call_cuda(
     launch.check(fits, "adamw", wanted, *arrays, *scalars)
     if not p.numel():
         return
-    blocks = min(8 * launch.processors(p.device), -(-p.numel() // 1024))
+    blocks = min(8 * device.processors(p.device), -(-p.numel() // 1024))
     launch.start(
-        "adamw", p, m, v, g, out, p.numel(), g.dtype == torch.bfloat16, *scalars, adam.beta1, adam.beta2, adam.eps, decay,
-        stream is not None, *(stream or (0, 0)), blocks,
+        "adamw", p, m, v, g, out, p.numel(), g.dtype == torch.bfloat16, *scalars, adam.beta1, adam.beta2, adam.eps,
+        decay, stream is not None, *(stream or (0, 0)), blocks,
     )  # fmt: skip
 
 

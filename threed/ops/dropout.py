@@ -1,6 +1,6 @@
 """Dropout by counters (`threed.rng`), with the bias and the residual around it, in one pass: csrc/cuda/dropout.cu.
 
-    out = residual + (x + bias) keep / (1 - p)     6 bytes an element of bf16; backward 4: the mask is drawn again
+out = residual + (x + bias) keep / (1 - p)     6 bytes an element of bf16; backward 4: the mask is drawn again
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from threed.ops import launch
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """What the mask of an activation [s b h] is a function of. samples: int64 [b], global; first: the global position of
-    the first row."""
+    """What the mask of an activation [s b h] is a function of.
+
+    samples: int64 [b], global indices. first: the global position of the first row.
+    """
 
     seed: int
     name: str

@@ -9,7 +9,6 @@ A launcher in C sees addresses and sizes only: who calls `start` has checked dev
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any
 
 import torch
@@ -36,16 +35,10 @@ def start(name: str, *arguments: Argument) -> None:
     """
     where = next(a.device for a in arguments if isinstance(a, Tensor))
     launcher = _launchers.get(name) or _declare(name, arguments)
-    with torch.cuda.device(where):  # a launch goes to the current device
+    with device.made_current(where):
         code = launcher(*map(_plain, arguments), device.stream_address(where))
     if code:
         raise RuntimeError(f"threed_cuda_{name}: CUDA error {code} ({_words(arguments)})")
-
-
-@functools.cache
-def processors(where: torch.device) -> int:
-    """Returns the multiprocessors of a GPU."""
-    return int(torch.cuda.get_device_properties(where).multi_processor_count)
 
 
 def _declare(name: str, arguments: tuple[Argument, ...]) -> Any:

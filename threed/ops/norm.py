@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from threed import device
 from threed.ops import launch, sums
 
 BLOCKS_OF_BACKWARD = 2  # on a multiprocessor: each writes a part of the weights' gradients
@@ -65,7 +66,7 @@ def backward(
     fits = all(g.dtype == torch.float32 and g.numel() == h and g.is_contiguous() for g in gradients)
     launch.check(fits, "norm_backward", "dweight and dbias fp32 [h]", *gradients)
     dx = torch.empty_like(dy)
-    blocks = max(1, min(BLOCKS_OF_BACKWARD * launch.processors(dy.device), rows))
+    blocks = max(1, min(BLOCKS_OF_BACKWARD * device.processors(dy.device), rows))
     parts = [torch.empty(blocks, h, dtype=torch.float32, device=dy.device) for _ in gradients]
     dw_parts, db_parts = parts[0], parts[1] if dbias is not None else None
     launch.start(

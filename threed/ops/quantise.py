@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from threed import device
 from threed.ops import launch
 
 BLOCK = 256
@@ -62,4 +63,4 @@ def dequantise(q: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 def _grid(x: Tensor, blocks: int) -> int:
-    return min(8 * launch.processors(x.device), -(-blocks // 8))
+    return min(8 * device.processors(x.device), -(-blocks // 8))

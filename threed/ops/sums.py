@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from threed import device
 from threed.ops import launch
 
 ROWS_OF_A_BLOCK = 64  # at least: fewer, and the parts would be as large as what is summed
@@ -13,7 +14,7 @@ PER_PROCESSOR = 2
 
 def row_blocks(x: Tensor) -> int:
     """Returns into how many parts the sum over the rows of x [n h] is cut."""
-    return max(1, min(PER_PROCESSOR * launch.processors(x.device), -(-len(x) // ROWS_OF_A_BLOCK)))
+    return max(1, min(PER_PROCESSOR * device.processors(x.device), -(-len(x) // ROWS_OF_A_BLOCK)))
 
 
 def add_parts(parts: Tensor | None, out: Tensor, *, add: bool) -> None:
@@ -42,7 +43,7 @@ def square_sum(x: Tensor) -> Tensor:
     """The sum of the squares of x [n], fp32, as an fp64 scalar. 4 bytes an element; two kernels in one launch."""
     fits = x.dtype == torch.float32 and x.is_contiguous() and x.numel() % 4 == 0 and x.data_ptr() % 16 == 0
     launch.check(fits, "square_sum", "fp32 [n], contiguous and 16-byte aligned, n a multiple of 4", x)
-    blocks = max(1, min(8 * launch.processors(x.device), -(-x.numel() // 8192)))
+    blocks = max(1, min(8 * device.processors(x.device), -(-x.numel() // 8192)))
     parts, out = x.new_empty(blocks), x.new_empty((), dtype=torch.float64)
     launch.start("square_sum", x, parts, out, x.numel(), blocks)
     return out

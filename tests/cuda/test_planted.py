@@ -1,0 +1,169 @@
+"""A fault planted into each kernel of csrc/cuda, which the emulator or the comparison must find.
+
+Each is a change of one place in the source; the changed file alone is compiled, and the kernel runs as it does in the
+kernel's own tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cuda import emulator
+from tests.cuda.cases import bf16
+from tests.cuda.emulator import COMPILER, ORDERS, SOURCES, Fault, emulated
+from threed.ops import activation, adam, cross_entropy, dropout, norm, quantise, rotary, sums
+from threed.ops.adam import Adam
+from threed.ops.update import StepScalars
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+def whole_rows() -> Tensor:
+    x = bf16(3, 5000)
+    return torch.cat((cross_entropy.whole(x, torch.tensor([1, 4999, 7]), torch.ones(()), 4999), x.float().sum(1)))
+
+
+def shards() -> Tensor:
+    x, targets = bf16(3, 5000), torch.tensor([1, 4999, 7])
+    numbers = cross_entropy.shard_numbers(x, targets, 5000, 0)
+    return cross_entropy.from_numbers(x, targets, torch.ones(()), numbers.unsqueeze(0), 5000, 0, 5000)
+
+
+def norms(h: int = 2048) -> Tensor:
+    x, weight, dweight = bf16(13, h), bf16(h), torch.zeros(h)
+    done = norm.forward(x, weight, None, 1e-5, False, residual=bf16(13, h, seed=1))
+    return torch.cat((norm.backward(x, done, weight, dweight, None, add=True).float().sum(0), dweight))
+
+
+def geglu() -> Tensor:
+    x, dbias = bf16(300, 264), torch.zeros(264)
+    return torch.cat((activation.gelu_backward(x, x, None, dbias).float().sum(0), dbias))
+
+
+def gates() -> Tensor:
+    x = bf16(33, 528)
+    return activation.swiglu_backward(activation.swiglu(x), x)
+
+
+def heads() -> Tensor:
+    x = bf16(10, 5 * 32)
+    rotary.turn_(x, 2, 3, 32, 1e4)
+    return x
+
+
+def dropped() -> Tensor:
+    what = dropout.Draw(1, "a", 2, torch.tensor([5, 6]), 0, 0.5)
+    return dropout.dropout(bf16(9, 2, 264), what)
+
+
+def updated() -> Tensor:
+    p, m, v, g = (torch.ones(5000) * k for k in (1.0, 0.1, 0.2, 0.3))
+    scalars = StepScalars(*(torch.tensor(x, dtype=torch.float64) for x in (1e-3, 3.0, 1.0, 0.0)))
+    adam.call_cuda(p, m, v, g, None, scalars, Adam(), 0.1)
+    return p
+
+
+def quantised() -> Tensor:
+    q, scales = quantise.quantise(bf16(9 * 256), 8)
+    return quantise.dequantise(q.unsqueeze(0), scales.unsqueeze(0), 8)
+
+
+def summed() -> Tensor:
+    out = torch.zeros(264)
+    sums.column_sums(bf16(300, 264), out, add=True)
+    return torch.cat((out.double(), sums.square_sum(torch.ones(50_000)).view(1)))
+
+
+@dataclass(frozen=True)
+class Planted:
+    """`new` in place of `old` wherever it comes in a source. found: what the emulator says; None where only the numbers
+    are wrong."""
+
+    source: str
+    old: str
+    new: str
+    work: Callable[[], Tensor]
+    found: str | None
+
+
+FAULTS = {
+    "no barrier before the warps' numbers": Planted(
+        "cross_entropy.cu", "__syncthreads();", "", whole_rows, "race|unwritten"
+    ),
+    "padding is read": Planted(
+        "cross_entropy.cu", "k < columns ? x[k]", "k <= columns ? x[k]", whole_rows, None
+    ),
+    "a pack too many is written": Planted(
+        "cross_entropy.cu", "at < width / PACK", "at <= width / PACK", whole_rows, "out of bounds|race"
+    ),
+    "a row's numbers for the next": Planted(
+        "cross_entropy.cu", "out + 3 * int64_t(blockIdx.x)", "out + 3 * int64_t(blockIdx.x / 2)", shards,
+        "race|unwritten",
+    ),
+    "one scratch for two sums": Planted("norm.cu", "turn ^= 1;", "", lambda: norms(4096), "race"),
+    "a row is left out": Planted(
+        "norm.cu", "row += int64_t(gridDim.x) * ROWS", "row += int64_t(gridDim.x) * ROWS + 1", norms, "unwritten|wrong"
+    ),
+    "no barrier between the rows' parts": Planted(
+        "norm.cu", "if (ROWS > 1) __syncthreads();", "", lambda: norms(512), "race|unwritten"
+    ),
+    "a lane leaves before a shuffle": Planted(
+        "common.cuh", "const bool odd = threadIdx.x % 2;",
+        "if (at >= packs) return;\n  const bool odd = threadIdx.x % 2;", lambda: norms(8), "lanes that never come",
+    ),
+    "a bias gradient without a barrier": Planted("activation.cu", "__syncthreads();", "", geglu, "race|unwritten"),
+    "rows beyond the last": Planted("activation.cu", "if (row + u >= rows) continue;", "", gates, "out of bounds"),
+    "a wrong derivative": Planted("activation.cu", "s + silu * (1.f - s)", "s + silu * (1.f + s)", gates, None),
+    "a head too many": Planted("rotary.cu", "i < pairs", "i <= pairs", heads, None),
+    "a turned number turned again": Planted(
+        "rotary.cu", "right[k] * c[k] + old", "right[k] * c[k] + left[k]", heads, None
+    ),
+    "another counter": Planted(
+        "dropout.cu", "2 * (position * packs + at) + half", "position * packs + at", dropped, None
+    ),
+    "a round of Philox too few": Planted("philox.cuh", "round < 10", "round < 9", dropped, None),
+    "constants before they are found": Planted("adam.cu", "__syncthreads();", "", updated, "race|unwritten"),
+    "some are updated twice": Planted(
+        "adam.cu", "i += int64_t(gridDim.x) * THREADS", "i += int64_t(gridDim.x - 1) * THREADS", updated, "race"
+    ),
+    "a lane's share for another's": Planted(
+        "quantise.cu", "__stcs(out + block * WARP + lane, join", "__stcs(out + block * WARP + lane / 2, join",
+        quantised, "race",
+    ),
+    "the sign of a number": Planted(
+        "quantise.cu", "<< (24 - k % 4 * 8)) >> 24", "<< (24 - k % 4 * 8)) >> 23", quantised, None
+    ),
+    "a part is left out": Planted("sums.cu", "part = warp;", "part = warp + 1;", summed, None),
+    "columns beyond the last": Planted("sums.cu", "row < rows && at < packs", "row < rows", summed, "out of bounds"),
+}  # fmt: skip
+
+
+def test_every_source_has_one() -> None:
+    sources = {path.name for path in SOURCES.iterdir()}
+    assert {planted.source for planted in FAULTS.values()} == sources
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str) -> None:
+    planted = FAULTS[name]
+    with emulated():
+        right = planted.work()
+    text = (SOURCES / planted.source).read_text()
+    parts = text.split(planted.old)
+    assert len(parts) > 1, f"{planted.old!r} is no longer in {planted.source}"
+    library = emulator.build(changed={planted.source: planted.new.join(parts)})
+    for order in ORDERS:
+        try:
+            with emulated(order, library=library):
+                wrong = planted.work()
+        except Fault as fault:
+            assert planted.found is not None, fault
+            assert any(word in str(fault) for word in planted.found.split("|")), fault
+        else:
+            assert planted.found is None or "wrong" in planted.found, f"{order}: no fault"
+            assert not torch.allclose(right.double(), wrong.double(), rtol=1e-3, equal_nan=True)
