@@ -179,9 +179,27 @@ __global__ void __launch_bounds__(THREADS, 2)
                        s.base + log2f(s.sum), counts ? *weight : 0.f);
 }
 
+// x times *factor in place; where that is 1, nothing but *factor is read.
+__global__ void __launch_bounds__(THREADS) scale(uint4* __restrict__ x, const float* __restrict__ factor, int64_t packs) {
+  const float by = *factor;
+  if (by == 1.f) return;
+  for (int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x; i < packs; i += int64_t(gridDim.x) * THREADS) {
+    float y[PACK];
+    unpack(__ldcs(x + i), y);
+#pragma unroll
+    for (int k = 0; k < PACK; k++) y[k] *= by;
+    __stcs(x + i, pack(y));
+  }
+}
+
 }  // namespace
 
 extern "C" {
+
+// x [n], n a multiple of 8, times *factor.
+int threed_cuda_scale(void* x, const float* factor, int64_t n, int64_t blocks, cudaStream_t stream) {
+  return launch(scale, unsigned(blocks), THREADS, 0, stream, static_cast<uint4*>(x), factor, n / PACK);
+}
 
 // loss [rows] of each row; d(sum of the losses * *weight)/d(logits) takes the place of logits [rows width].
 int threed_cuda_cross_entropy(void* logits, const int64_t* targets, const float* weight, float* loss, int64_t rows,

@@ -148,6 +148,10 @@ class _FreshMemory(TorchDispatchMode):
         self.machine = machine
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator = launch.OPERATORS.get(func.overloadpacket._qualified_op_name)
+        if operator is not None:
+            with self:  # to see what memory it makes
+                return operator.work(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if "empty" in func.overloadpacket.__name__:
             self.machine.fresh.add(out.untyped_storage().data_ptr())
@@ -159,12 +163,16 @@ class _FreshMemory(TorchDispatchMode):
 def emulated(
     order: Order = "random", seed: int = 1, *, checks: bool = True, library: Path | None = None
 ) -> Iterator[Machine]:
-    """Runs what `threed.ops.launch` starts on the CPU. library: other kernels than those of csrc/cuda."""
+    """Runs what `threed.ops.launch` starts on the CPU, where layers take bf16 to these kernels.
+
+    library: other kernels than those of csrc/cuda.
+    """
     path = library or build()
     machine = Machine(_loaded(path), parameters())
     runtime().emulator_begin(seed, ORDERS.index(order), checks, TRACED_BLOCKS)
     with (
         mock.patch.object(launch, "start", machine.start),
+        mock.patch.object(launch, "available", return_value=True),
         mock.patch.object(device, "processors", return_value=PROCESSORS),
         _FreshMemory(machine),
     ):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,6 +27,13 @@ def now(step: int = 3, skip: float = 0.0) -> StepScalars:
     return StepScalars(lr, number, scale, skipped)
 
 
+def update(
+    arrays: Sequence[Tensor], g: Tensor, out: Tensor | None, at: StepScalars, rule: Adam, decay: float, **more: Any
+) -> None:
+    scalars = (at.lr, at.step, at.scale, at.skip)
+    adam.call_cuda(*arrays, g, out, *scalars, rule.beta1, rule.beta2, rule.eps, decay, **more)
+
+
 @pytest.mark.parametrize("n", [4, 12, 1020, 4096, 100_000])
 @pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_out", [True, False])
@@ -35,7 +45,7 @@ def test_update(n: int, gradient: torch.dtype, with_out: bool, step: int) -> Non
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
         states, out = [t.clone() for t in (p, m, v)], torch.empty(n, dtype=torch.bfloat16) if with_out else None
-        adam.call_cuda(*states, g, out, now(step), rule, decay)
+        update(states, g, out, now(step), rule, decay)
         (ran,) = machine.launches
         arrays = {"p": (1, 1), "m": (1, 1), "v": (1, 1), "g": (1, 0), "out": (0, 1)}
         scalars = {n: t.times for n, t in ran.traffic.items() if t.size == 8 and n not in arrays}
@@ -51,8 +61,8 @@ def test_update(n: int, gradient: torch.dtype, with_out: bool, step: int) -> Non
     adam.reference(wide[0], g.double(), wide[1], wide[2], now(step), rule, decay)
     for got, truth in zip(states, wide, strict=False):
         assert_close(got, truth, 1e-6)
-    update = (states[0].double() - p.double(), wide[0] - p.double())
-    assert (update[0] - update[1]).abs().max() <= 2.0**-23 * p.abs().max() + 1e-5 * update[1].abs().max()
+    change = (states[0].double() - p.double(), wide[0] - p.double())
+    assert (change[0] - change[1]).abs().max() <= 2.0**-23 * p.abs().max() + 1e-5 * change[1].abs().max()
     if with_out:
         assert torch.equal(states[3], states[0].bfloat16())
 
@@ -61,7 +71,7 @@ def test_a_skipped_step_changes_nothing() -> None:
     before = [normal(64, seed) for seed in range(3)]
     after, out = [t.clone() for t in before], torch.zeros(64, dtype=torch.bfloat16)
     with emulated():
-        adam.call_cuda(*after, torch.full((64,), torch.nan), out, now(skip=1.0), Adam(), 0.1)
+        update(after, torch.full((64,), torch.nan), out, now(skip=1.0), Adam(), 0.1)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert not out.any()
 
@@ -75,7 +85,7 @@ def test_stochastic_rounding_is_right_on_average() -> None:
         with emulated(checks=False):
             out = torch.empty(n, dtype=torch.bfloat16)
             zero = [torch.zeros(n) for _ in range(3)]
-            adam.call_cuda(p.clone(), zero[0], zero[1], zero[2], out, now(step), Adam(), 0.0, stream=(5, 7))
+            update([p.clone(), *zero[:2]], zero[2], out, now(step), Adam(), 0.0, stream=(5, 7))
         low, high = _neighbours(p)
         assert ((out == low) | (out == high)).all()
         total += out.double()
@@ -96,4 +106,4 @@ def test_wrong_arguments_are_refused() -> None:
     three = [normal(8, seed) for seed in range(3)]
     for arrays, g in ((three, normal(8, 3).half()), ([t.double() for t in three], normal(8, 3)), (three, normal(4, 3))):
         with emulated(), pytest.raises(ValueError, match="adamw takes p, m, v fp32"):
-            adam.call_cuda(*arrays, g, None, now(), Adam(), 0.0)
+            update(arrays, g, None, now(), Adam(), 0.0)

@@ -81,7 +81,7 @@ def test_backward(rows: int, h: int, layer: bool, add: bool, with_residual: bool
         done = norm.forward(x, weight, bias, EPS, layer)
         gradients = held.clone() if add else torch.empty_like(held)
         dbias = gradients[1] if layer else None
-        dx = norm.backward(dy, done, weight, gradients[0], dbias, add=add, residual=residual)
+        dx = norm.backward(dy, done, weight, gradients[0], dbias, add=add, add_bias=add, residual=residual)
         ran = machine.launches[1]
         assert len(machine.launches) == (4 if layer else 3)
         elements = {"dy": (1, 0), "x": (1, 0), "residual": (1, 0), "dx": (0, 1), "weight": (2 * rows, 0)}

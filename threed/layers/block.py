@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
+from threed.layers.norm import add_and_norm
 from threed.layers.recompute import Recompute
 from threed.layers.slicing import MicroBatch, Slicing
 
@@ -52,5 +53,10 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(f"{name}.mlp.dropout", dropout, slicing)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.recompute.run("norm", self.attention_norm, x)), micro)
-        return x + self.mlp_dropout(self.mlp(self.recompute.run("norm", self.mlp_norm, x)), micro)
+        branch = self.attention_dropout(self.attention(self.recompute.run("norm", self.attention_norm, x)), micro)
+        if type(self.recompute) is Recompute:
+            x, y = add_and_norm(self.mlp_norm, branch, x)
+        else:  # where the norm may be recomputed, the sum is no part of it
+            x = x + branch
+            y = self.recompute.run("norm", self.mlp_norm, x)
+        return x + self.mlp_dropout(self.mlp(y), micro)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from threed import rng
 from threed.layers.slicing import MicroBatch, Slicing
+from threed.ops import dropout as ops
 
 
 class Dropout(nn.Module):
@@ -25,6 +26,9 @@ class Dropout(nn.Module):
             raise ValueError(f"{self.name}: dropout needs the micro-batch's global sample indices")
         length = x.shape[0] * (self.slicing.tp.size if self.slicing.sequence_parallel else 1)
         width = x.shape[-1]
+        if ops.fits(x):
+            first, _ = self.slicing.sequence_range(length)
+            return ops.fused(x, ops.Draw(self.slicing.seed, self.name, micro.step, micro.samples, first, self.p))
         keep = rng.keep_mask(
             self.slicing.seed,
             self.name,

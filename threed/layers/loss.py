@@ -9,7 +9,7 @@ from threed.collectives import split
 from threed.layers.embedding import vocab_table
 from threed.layers.linear import linear
 from threed.layers.slicing import Flag, MicroBatch, Slicing
-from threed.ops.cross_entropy import vocab_parallel_cross_entropy
+from threed.ops.cross_entropy import weighted_loss
 
 
 class LanguageModelHead(nn.Module):
@@ -47,6 +47,5 @@ class LanguageModelHead(nn.Module):
         if micro.labels is None:
             return logits
         self.data_flags[0].note(micro.labels >= self.vocab)
-        losses = vocab_parallel_cross_entropy(logits, micro.labels.t(), self.slicing.tp, self.first)
         weight = torch.ones((), device=x.device) if micro.weight is None else micro.weight
-        return losses.sum() * weight.to(losses.dtype)
+        return weighted_loss(logits, micro.labels.t(), weight, self.slicing.tp, self.first, self.vocab)

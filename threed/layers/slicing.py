@@ -151,10 +151,40 @@ class GradSink(Protocol):
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows [n h] at the given row numbers [n]."""
 
+    def memory(self) -> tuple[Tensor, bool] | None:
+        """Returns where the gradient is, in the parameter's shape, and whether to add to what is there; None where it
+        must be given to `add`."""
+
+    def arrived(self) -> None:
+        """Ends what `memory` began: a contribution was written."""
+
 
 def sink_of(weight: Tensor) -> GradSink | None:
     """Returns the sink of a parameter, if it has one."""
     return getattr(weight, "sink", None)
+
+
+class VectorGradient:
+    """Memory for a kernel that sums a vector's gradient in fp32: that of the parameter's sink, where it fits.
+
+    out: fp32 [n]. add: whether to add to what it holds.
+    """
+
+    def __init__(self, param: Tensor) -> None:
+        self._sink, self._dtype = sink_of(param), param.dtype
+        found = None if self._sink is None else self._sink.memory()
+        self._direct = found is not None and found[0].dtype == torch.float32
+        if found is not None and self._direct:
+            self.out, self.add = found[0].view(-1), found[1]
+        else:
+            self.out, self.add = torch.empty(param.shape, dtype=torch.float32, device=param.device), False
+
+    def done(self) -> Tensor | None:
+        """Ends the contribution; returns what autograd is to get, if it does not go to a sink."""
+        if self._sink is None:
+            return self.out.to(self._dtype)
+        self._sink.arrived() if self._direct else self._sink.add(self.out)
+        return None
 
 
 class TileGatherer(Protocol):

@@ -6,6 +6,9 @@ the output for SwiGLU, 4 and 6 for GELU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,8 +27,12 @@ def gelu_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.gelu(x if bias is None else x + bias, approximate="tanh")
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, [n 2f] -> [n f]. Launches one kernel."""
+def fits(x: Tensor, f: int) -> bool:
+    """Returns whether the kernels take x, rows whose output has f columns."""
+    return f % 8 == 0 and launch.ready(x) and launch.packed(x)
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
     rows, f = _check("swiglu", gate_up.shape[-1] // 2, gate_up)
     out = gate_up.new_empty(rows, f)
     if out.numel():
@@ -33,8 +40,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def swiglu_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of gate_up [n 2f]. Launches one kernel."""
+def _swiglu_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
     rows, f = _check("swiglu_backward", gate_up.shape[-1] // 2, gate_up, dout)
     out = torch.empty_like(gate_up)
     if out.numel():
@@ -42,8 +48,7 @@ def swiglu_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
     return out
 
 
-def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """GELU of x + bias, [n f]. Launches one kernel."""
+def _gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     rows, f = _check("gelu", x.shape[-1], x, bias)
     out = torch.empty_like(x)
     if out.numel():
@@ -51,13 +56,7 @@ def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def gelu_backward(
-    dout: Tensor, x: Tensor, bias: Tensor | None = None, dbias: Tensor | None = None, *, add: bool = False
-) -> Tensor:
-    """The gradient of x [n f]; dbias, fp32 [f], gets its sum over rows. Launches one kernel, two with dbias.
-
-    add: to what dbias holds.
-    """
+def _gelu_backward(dout: Tensor, x: Tensor, bias: Tensor | None, dbias: Tensor | None, add: bool) -> Tensor:
     rows, f = _check("gelu_backward", x.shape[-1], x, dout, bias)
     dx = torch.empty_like(x)
     blocks = sums.row_blocks(x) if dbias is not None else 0
@@ -75,6 +74,80 @@ def _check(name: str, f: int, *tensors: Tensor | None) -> tuple[int, int]:
     x = given[0]
     fits = x.dim() == 2 and f > 0 and f % 8 == 0 and x.shape[1] in (f, 2 * f)
     fits = fits and all(t.shape in ((len(x), f), (f,)) for t in given[1:])
-    fits = fits and all(launch.packed(t) for t in given)
+    fits = fits and all(map(launch.packed, given))
     launch.check(fits, name, "bf16 [n f], contiguous and 16-byte aligned, f a multiple of 8", *given)
     return len(x), f
+
+
+def _half(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+
+
+_SWIGLU = launch.define("swiglu(Tensor gate_up) -> Tensor", _swiglu, _half, launches=1)
+_SWIGLU_BACKWARD = launch.define(
+    "swiglu_backward(Tensor dout, Tensor gate_up) -> Tensor",
+    _swiglu_backward, lambda dout, gate_up: torch.empty_like(gate_up), launches=1,
+)  # fmt: skip
+_GELU = launch.define("gelu(Tensor x, Tensor? bias) -> Tensor", _gelu, lambda x, bias: torch.empty_like(x), launches=1)
+_GELU_BACKWARD = launch.define(
+    "gelu_backward(Tensor dout, Tensor x, Tensor? bias, Tensor(a!)? dbias, bool add) -> Tensor",
+    _gelu_backward, lambda dout, x, bias, dbias, add: torch.empty_like(x), launches=2,
+)  # fmt: skip
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, [n 2f] -> [n f]. Launches one kernel."""
+    out: Tensor = _SWIGLU(gate_up)
+    return out
+
+
+def swiglu_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
+    """The gradient of gate_up [n 2f]. Launches one kernel."""
+    out: Tensor = _SWIGLU_BACKWARD(dout, gate_up)
+    return out
+
+
+def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """GELU of x + bias, [n f]. Launches one kernel."""
+    out: Tensor = _GELU(x, bias)
+    return out
+
+
+def gelu_backward(
+    dout: Tensor, x: Tensor, bias: Tensor | None = None, dbias: Tensor | None = None, *, add: bool = False
+) -> Tensor:
+    """The gradient of x [n f]; dbias, fp32 [f], gets its sum over rows. Launches one kernel, two with dbias.
+
+    add: to what dbias holds.
+    """
+    out: Tensor = _GELU_BACKWARD(dout, x, bias, dbias, add)
+    return out
+
+
+class _Fused(torch.autograd.Function):
+    """SwiGLU or GELU of x [... n], which alone is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.backward_of = backward
+        y = forward(x.view(-1, x.shape[-1]))
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        rows = x.view(-1, x.shape[-1])
+        return ctx.backward_of(dy.contiguous().view(len(rows), -1), rows).view_as(x), None, None
+
+
+def fused_swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up: [... 2f] -> [... f], by our kernels in both directions."""
+    out: Tensor = _Fused.apply(gate_up, swiglu, swiglu_backward)
+    return out
+
+
+def fused_gelu(x: Tensor) -> Tensor:
+    """GELU in its tanh form, [... f], by our kernels in both directions."""
+    out: Tensor = _Fused.apply(x, gelu, gelu_backward)
+    return out

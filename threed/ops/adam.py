@@ -41,8 +41,12 @@ class Adam:
         self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, decay: float, out: Tensor | None = None
     ) -> None:
         """One update in place, by the fastest kernel there is."""
+        scalars = [now.lr, now.step, now.scale, now.skip]
+        if fits(p, g, out):
+            ADAMW_CUDA(p, *state, g, out, *scalars, self.beta1, self.beta2, self.eps, decay)
+            return
         if p.device.type == "cpu" and p.dtype in STATES and _kernel() is not None:
-            scalars = [_on_host(number) for number in (now.lr, now.step, now.scale, now.skip)]
+            scalars = [_on_host(number) for number in scalars]
             torch.ops.threed.adamw_(p, *state, g, out, *scalars, self.beta1, self.beta2, self.eps, decay)
             return
         step = reference if needs_reference(p) else adamw_
@@ -119,29 +123,37 @@ def call_native(
     torch.autograd.graph.increment_version([t for t in tensors if t is not g])  # it wrote behind autograd's back
 
 
+def fits(p: Tensor, g: Tensor, out: Tensor | None) -> bool:
+    """Returns whether `call_cuda` takes these."""
+    formats = p.dtype == torch.float32 and g.dtype in (torch.float32, torch.bfloat16)
+    formats = formats and (out is None or out.dtype == torch.bfloat16)
+    whole = p.numel() % 4 == 0 and all(t is None or (t.is_contiguous() and launch.aligned(t)) for t in (p, g, out))
+    return formats and whole and launch.available(p)
+
+
 def call_cuda(
-    p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor | None, now: StepScalars, adam: Adam, decay: float,
-    stream: tuple[int, int] | None = None,
+    p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor | None, lr: Tensor, step: Tensor, scale: Tensor,
+    skip: Tensor, beta1: float, beta2: float, eps: float, decay: float, *, stream: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
     """The update by csrc/cuda/adam.cu: p, m, v fp32 [n], g fp32 or bf16 [n], out bf16 [n]; n a multiple of 4.
 
     The scalars are fp64 on the same device, and read there. stream: the key of a random stream (`rng.key`), by which
     out is rounded stochastically; without one to nearest. 28 bytes an element with g and out in bf16; one kernel.
     """
-    fits = all(t.dtype == torch.float32 for t in (p, m, v)) and g.dtype in (torch.float32, torch.bfloat16)
-    fits = fits and (out is None or out.dtype == torch.bfloat16) and p.numel() % 4 == 0
+    right = all(t.dtype == torch.float32 for t in (p, m, v)) and g.dtype in (torch.float32, torch.bfloat16)
+    right = right and (out is None or out.dtype == torch.bfloat16) and p.numel() % 4 == 0
     arrays = [t for t in (p, m, v, g, out) if t is not None]
-    fits = fits and all(t.numel() == p.numel() and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in arrays)
-    scalars = (now.lr, now.step, now.scale, now.skip)
-    fits = fits and all(t.dtype == torch.float64 and t.numel() == 1 and t.device == p.device for t in scalars)
+    right = right and all(t.numel() == p.numel() and t.is_contiguous() and launch.aligned(t) for t in arrays)
+    scalars = (lr, step, scale, skip)
+    right = right and all(t.dtype == torch.float64 and t.numel() == 1 and t.device == p.device for t in scalars)
     wanted = "p, m, v fp32, g fp32 or bf16, out bf16, 16-byte aligned, n a multiple of 4; fp64 scalars beside them"
-    launch.check(fits, "adamw", wanted, *arrays, *scalars)
+    launch.check(right, "adamw", wanted, *arrays, *scalars)
     if not p.numel():
         return
     blocks = min(8 * device.processors(p.device), -(-p.numel() // 1024))
     launch.start(
-        "adamw", p, m, v, g, out, p.numel(), g.dtype == torch.bfloat16, *scalars, adam.beta1, adam.beta2, adam.eps,
-        decay, stream is not None, *(stream or (0, 0)), blocks,
+        "adamw", p, m, v, g, out, p.numel(), g.dtype == torch.bfloat16, *scalars, beta1, beta2, eps, decay,
+        stream is not None, *(stream or (0, 0)), blocks,
     )  # fmt: skip
 
 
@@ -168,3 +180,8 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("adamw_", call_native, "CPU")
 torch.library.register_fake("threed::adamw_", lambda *args: None, lib=_LIBRARY)
+ADAMW_CUDA = launch.define(
+    "adamw_cuda_(Tensor(a!) p, Tensor(b!) m, Tensor(c!) v, Tensor g, Tensor(d!)? out, Tensor lr, Tensor step, "
+    "Tensor scale, Tensor skip, float beta1, float beta2, float eps, float decay) -> ()",
+    call_cuda, lambda *args: None, launches=1,
+)  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threed import collectives
+from threed import collectives, device
 from threed.ops import launch
 from threed.topology import Axis
 
@@ -78,37 +78,59 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, axis: Axis, fi
 # bf16 [n width], of which `columns` are the shard's and the rest is padding; targets: int64 [n], global ids; first: the
 # id of the shard's first column. Targets outside of the vocabulary cost nothing.
 
-ROW_IN_SHARED_MEMORY = 96 << 10  # bytes: two blocks of them fit a multiprocessor (sm_90: 227 KiB)
+ROW_IN_SHARED_MEMORY = 112 << 10  # bytes: two such blocks fit a multiprocessor (227 KiB on sm_90)
+
+
+def fits(logits: Tensor) -> bool:
+    """Returns whether the kernels take logits [... width], all of whose columns are the vocabulary's."""
+    return logits.shape[-1] % 8 == 0 and logits.shape[-1] > 0 and launch.ready(logits) and launch.packed(logits)
 
 
 def whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tensor:
     """The loss of each row, fp32 [n]; logits become d(their sum * weight)/d(logits). 4 bytes a logit."""
-    _check(logits, targets, weight, columns)
-    loss = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    if len(logits):
-        launch.start("cross_entropy", logits, targets, weight, loss, len(logits), columns, logits.shape[1])
+    loss: Tensor = _WHOLE(logits, targets, weight, columns)
     return loss
 
 
 def shard_numbers(logits: Tensor, targets: Tensor, columns: int, first: int) -> Tensor:
     """Of each row, in powers of two: its largest exponent, the sum of powers below that, and the target's logit or 0,
     fp32 [n 3]. 2 bytes a logit."""
-    _check(logits, targets, None, columns)
-    out = torch.empty(len(logits), 3, dtype=torch.float32, device=logits.device)
-    if len(logits):
-        launch.start("cross_entropy_stats", logits, targets, out, len(logits), columns, logits.shape[1], first)
-    return out
+    numbers: Tensor = _NUMBERS(logits, targets, columns, first)
+    return numbers
 
 
 def from_numbers(
     logits: Tensor, targets: Tensor, weight: Tensor, numbers: Tensor, columns: int, first: int, vocabulary: int
 ) -> Tensor:
     """As `whole`, of a shard, from all shards' numbers [t n 3] in the order of ranks. 4 bytes a logit."""
+    loss: Tensor = _FROM_NUMBERS(logits, targets, weight, numbers, columns, first, vocabulary)
+    return loss
+
+
+def _start_whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tensor:
+    _check(logits, targets, weight, columns)
+    loss = _losses(logits)
+    if len(logits):
+        launch.start("cross_entropy", logits, targets, weight, loss, len(logits), columns, logits.shape[1])
+    return loss
+
+
+def _start_numbers(logits: Tensor, targets: Tensor, columns: int, first: int) -> Tensor:
+    _check(logits, targets, None, columns)
+    out = _three(logits)
+    if len(logits):
+        launch.start("cross_entropy_stats", logits, targets, out, len(logits), columns, logits.shape[1], first)
+    return out
+
+
+def _start_from_numbers(
+    logits: Tensor, targets: Tensor, weight: Tensor, numbers: Tensor, columns: int, first: int, vocabulary: int
+) -> Tensor:
     _check(logits, targets, weight, columns)
     shape = (numbers.shape[0], len(logits), 3)
     fits = numbers.dtype == torch.float32 and numbers.shape == shape and numbers.is_contiguous()
     launch.check(fits, "from_numbers", "numbers fp32 [t n 3]", logits, numbers)
-    loss = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    loss = _losses(logits)
     if len(logits):
         launch.start(
             "cross_entropy_gradient", logits, targets, weight, numbers, loss, len(logits), columns, logits.shape[1],
@@ -117,11 +139,79 @@ def from_numbers(
     return loss
 
 
+def _start_scale(x: Tensor, factor: Tensor) -> None:
+    fits = launch.packed(x) and x.numel() % 8 == 0 and factor.dtype == torch.float32 and factor.numel() == 1
+    launch.check(fits, "scale_", "x bf16, 16-byte aligned, a multiple of 8 numbers; factor an fp32 scalar", x, factor)
+    if x.numel():
+        blocks = min(8 * device.processors(x.device), -(-x.numel() // 2048))
+        launch.start("scale", x, factor, x.numel(), blocks)
+
+
+def _losses(logits: Tensor, *rest: object) -> Tensor:
+    return logits.new_empty(len(logits), dtype=torch.float32)
+
+
+def _three(logits: Tensor, *rest: object) -> Tensor:
+    return logits.new_empty(len(logits), 3, dtype=torch.float32)
+
+
 def _check(logits: Tensor, targets: Tensor, weight: Tensor | None, columns: int) -> None:
-    fits = logits.dtype == torch.bfloat16 and logits.dim() == 2 and logits.is_contiguous()
-    fits = fits and logits.shape[1] % 8 == 0 and 0 <= columns <= logits.shape[1] and logits.data_ptr() % 16 == 0
+    fits = logits.dim() == 2 and launch.packed(logits) and logits.shape[1] % 8 == 0 and 0 <= columns <= logits.shape[1]
     fits = fits and targets.dtype == torch.int64 and targets.shape == logits.shape[:1] and targets.is_contiguous()
     if weight is not None:
         fits = fits and weight.dtype == torch.float32 and weight.numel() == 1
     wanted = "logits bf16 [n width], 16-byte aligned, width a multiple of 8; targets int64 [n]; weight an fp32 scalar"
     launch.check(fits, "cross_entropy", wanted, logits, targets, weight)
+
+
+_WHOLE = launch.define(
+    "cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor weight, int columns) -> Tensor",
+    _start_whole, _losses, launches=1,
+)  # fmt: skip
+_NUMBERS = launch.define(
+    "cross_entropy_numbers(Tensor logits, Tensor targets, int columns, int first) -> Tensor",
+    _start_numbers, _three, launches=1,
+)  # fmt: skip
+_FROM_NUMBERS = launch.define(
+    "cross_entropy_from_numbers_(Tensor(a!) logits, Tensor targets, Tensor weight, Tensor numbers, int columns,"
+    " int first, int vocabulary) -> Tensor",
+    _start_from_numbers, _losses, launches=1,
+)  # fmt: skip
+_SCALE = launch.define("scale_(Tensor(a!) x, Tensor factor) -> ()", _start_scale, lambda x, factor: None, launches=1)
+
+
+class _WeightedLoss(torch.autograd.Function):
+    """The sum of the losses times `weight`, whose gradient is made in the forward, in the logits' memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, weight: Tensor, axis: Axis, first: int, vocabulary: int
+    ) -> Tensor:
+        rows, ids, columns = logits.view(-1, logits.shape[-1]), targets.flatten(), logits.shape[-1]
+        if axis.size == 1 and 2 * columns <= ROW_IN_SHARED_MEMORY:
+            losses = whole(rows, ids, weight, columns)
+        else:
+            numbers = collectives.all_gather(shard_numbers(rows, ids, columns, first).unsqueeze(0), axis)
+            losses = from_numbers(rows, ids, weight, numbers, columns, first, vocabulary)
+        ctx.save_for_backward(rows.detach())
+        ctx.shape = logits.shape
+        return losses.sum() * weight
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        _SCALE(gradient, dloss.float())  # at the root of a backward 1, and then it only looks
+        return gradient.view(ctx.shape), None, None, None, None, None
+
+
+def weighted_loss(logits: Tensor, targets: Tensor, weight: Tensor, axis: Axis, first: int, vocabulary: int) -> Tensor:
+    """The sum of all tokens' losses times `weight`, a scalar, fp32 (fp64 for fp64 logits), the same on every rank.
+
+    Arguments as in `vocab_parallel_cross_entropy`, and: weight, a scalar tensor; vocabulary: the columns of all ranks.
+    By our kernels it makes the gradient in the forward, and can be differentiated once.
+    """
+    if fits(logits) and torch.is_grad_enabled() and logits.requires_grad:
+        loss: Tensor = _WeightedLoss.apply(logits, targets, weight.float(), axis, first, vocabulary)
+        return loss
+    losses = vocab_parallel_cross_entropy(logits, targets, axis, first)
+    return losses.sum() * weight.to(losses.dtype)

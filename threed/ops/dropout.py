@@ -6,6 +6,7 @@ out = residual + (x + bias) keep / (1 - p)     6 bytes an element of bf16; backw
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,21 +38,59 @@ def reference(x: Tensor, draw: Draw, bias: Tensor | None = None, residual: Tenso
     return y if residual is None else residual + y
 
 
+def fits(x: Tensor) -> bool:
+    """Returns whether the kernel takes x [s b h]."""
+    return x.dim() == 3 and x.shape[-1] % 8 == 0 and launch.ready(x) and launch.packed(x)
+
+
 def dropout(x: Tensor, draw: Draw, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """As `reference`, of bf16; for the backward without bias and residual. One kernel."""
+    key0, key1 = rng.key(draw.seed, draw.name)
+    out: Tensor = _DROPOUT(x, bias, residual, draw.samples, draw.first, key0, key1, draw.step & 0xFFFFFFFF, draw.p)
+    return out
+
+
+def _start(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, samples: Tensor, first: int, key0: int, key1: int,
+    step: int, p: float,
+) -> Tensor:  # fmt: skip
     h = x.shape[-1]
-    fits = x.dim() == 3 and h % 8 == 0 and 0 <= draw.p < 1 and x.shape[0] * x.shape[1] < 2**31
+    fits = x.dim() == 3 and h % 8 == 0 and 0 <= p < 1 and x.shape[0] * x.shape[1] < 2**31
     fits = fits and (residual is None or residual.shape == x.shape) and (bias is None or bias.numel() == h)
     fits = fits and all(launch.packed(t) for t in (x, bias, residual) if t is not None)
-    fits = fits and draw.samples.dtype == torch.int64 and draw.samples.shape == x.shape[1:2]
-    fits = fits and draw.samples.is_contiguous()
-    wanted = "bf16 [s b h] and [h], contiguous and 16-byte aligned, h a multiple of 8; samples int64 [b]"
-    launch.check(fits, "dropout", wanted, x, bias, residual, draw.samples)
+    fits = fits and samples.dtype == torch.int64 and samples.shape == x.shape[1:2] and samples.is_contiguous()
+    wanted = "bf16 [s b h] and [h], contiguous and 16-byte aligned, h a multiple of 8; samples int64 [b]; p below 1"
+    launch.check(fits, "dropout", wanted, x, bias, residual, samples)
     out = torch.empty_like(x)
     if x.numel():
-        key0, key1 = rng.key(draw.seed, draw.name)
         launch.start(
-            "dropout", x, bias, residual, draw.samples, out, x.shape[0] * x.shape[1], h, x.shape[1], draw.first, key0,
-            key1, draw.step & 0xFFFFFFFF, int(draw.p * 2**32), 1.0 / (1.0 - draw.p),
+            "dropout", x, bias, residual, samples, out, x.shape[0] * x.shape[1], h, x.shape[1], first, key0, key1, step,
+            int(p * 2**32), 1.0 / (1.0 - p),
         )  # fmt: skip
+    return out
+
+
+_DROPOUT = launch.define(
+    "dropout(Tensor x, Tensor? bias, Tensor? residual, Tensor samples, int first, int key0, int key1, int step,"
+    " float p) -> Tensor",
+    _start, lambda x, *rest: torch.empty_like(x), launches=1,
+)  # fmt: skip
+
+
+class _Fused(torch.autograd.Function):
+    """residual + dropout(x); saves nothing, the mask is drawn again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, draw: Draw) -> Tensor:
+        ctx.draw = draw
+        return dropout(x, draw, residual=residual)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        return dropout(dy.contiguous(), ctx.draw), dy if ctx.needs_input_grad[1] else None, None
+
+
+def fused(x: Tensor, draw: Draw, residual: Tensor | None = None) -> Tensor:
+    """residual + dropout(x), [s b h], by our kernel in both directions."""
+    out: Tensor = _Fused.apply(x, residual, draw)
     return out

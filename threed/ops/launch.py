@@ -9,12 +9,15 @@ A launcher in C sees addresses and sizes only: who calls `start` has checked dev
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from threed import device, native
+from threed.topology import default_device
 
 Argument = Tensor | int | float | None
 
@@ -22,9 +25,18 @@ _KINDS: dict[type, Any] = {int: ctypes.c_int64, bool: ctypes.c_int64, float: cty
 _launchers: dict[str, Any] = {}
 
 
+def available(x: Tensor) -> bool:
+    """Returns whether kernels work on this tensor's device: a GPU, where this installation has them.
+
+    On the meta device, where a step is only looked at, what the device of this process would do.
+    """
+    there = x.is_cuda or (x.is_meta and default_device().type == "cuda")
+    return there and native.library("cuda") is not None
+
+
 def ready(x: Tensor) -> bool:
-    """Returns whether kernels can work on this tensor: it is on a GPU, and this installation has them."""
-    return x.is_cuda and native.library("cuda") is not None
+    """Returns whether kernels work on this activation: they know bf16 alone."""
+    return x.dtype == torch.bfloat16 and available(x)
 
 
 def start(name: str, *arguments: Argument) -> None:
@@ -39,6 +51,28 @@ def start(name: str, *arguments: Argument) -> None:
         code = launcher(*map(_plain, arguments), device.stream_address(where))
     if code:
         raise RuntimeError(f"threed_cuda_{name}: CUDA error {code} ({_words(arguments)})")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A registered operator: the function behind it, and how many kernels that starts at most."""
+
+    work: Callable[..., Any]
+    launches: int
+
+
+_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # registrations last as long as it
+OPERATORS: dict[str, Operator] = {}
+
+
+def define(schema: str, work: Callable[..., Any], fake: Callable[..., Any], launches: int) -> Any:
+    """Registers torch.ops.threed.<name>, which starts kernels by `work`; returns it. fake: its shapes alone."""
+    name = schema.split("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, work, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"threed::{name}", fake, lib=_LIBRARY)
+    OPERATORS[f"threed::{name}"] = Operator(work, launches)
+    return getattr(torch.ops.threed, name).default
 
 
 def _declare(name: str, arguments: tuple[Argument, ...]) -> Any:
@@ -71,4 +105,9 @@ def check(fits: bool, name: str, wanted: str, *tensors: Tensor | None) -> None:
 
 def packed(x: Tensor) -> bool:
     """Returns whether a kernel can read x in packs of eight bf16 numbers."""
-    return x.dtype == torch.bfloat16 and x.is_contiguous() and x.data_ptr() % 16 == 0
+    return x.dtype == torch.bfloat16 and x.is_contiguous() and aligned(x)
+
+
+def aligned(x: Tensor) -> bool:
+    """Returns whether x begins at a multiple of 16 bytes, as every storage does."""
+    return x.storage_offset() * x.element_size() % 16 == 0

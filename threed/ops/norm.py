@@ -37,55 +37,72 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer:
     return y if bias is None else y + bias
 
 
+def fits(x: Tensor, h: int) -> bool:
+    """Returns whether the kernel takes rows x [... h]."""
+    return h % 8 == 0 and 0 < h <= LARGEST and launch.ready(x) and launch.packed(x)
+
+
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool, residual: Tensor | None = None,
     before: Tensor | None = None,
 ) -> Normalised:  # fmt: skip
     """norm(x + residual + before): x and residual [n h], the others [h], all bf16. Launches one kernel."""
-    rows, h = _check("norm", x, weight, (residual, None), (bias, before))
-    added = residual is not None or before is not None
-    total = torch.empty_like(x) if added else None
-    y = torch.empty_like(x)
-    means = torch.empty(rows, dtype=torch.float32, device=x.device) if layer else None
-    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-    if x.numel():
-        launch.start("norm", x, residual, before, weight, bias, total, y, means, scales, rows, h, eps)
-    return Normalised(x if total is None else total, y, means, scales)
+    total, y, means, scales = _FORWARD(x, residual, before, weight, bias, eps, layer)
+    return Normalised(x if residual is None and before is None else total, y, means if layer else None, scales)
 
 
 def backward(
     dy: Tensor, done: Normalised, weight: Tensor, dweight: Tensor, dbias: Tensor | None, *, add: bool,
-    residual: Tensor | None = None,
+    add_bias: bool = False, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The gradient of `sum` [n h], plus `residual` [n h]; dweight and dbias, fp32 [h], get their sums over rows.
 
-    add: to what they hold. Launches two kernels, three with a bias.
+    add, add_bias: to what they hold. Launches two kernels, three with a bias.
     """
-    rows, h = _check("norm_backward", dy, weight, (done.sum, residual), ())
+    dx: Tensor = _BACKWARD(dy, done.sum, weight, done.means, done.scales, residual, dweight, dbias, add, add_bias)
+    return dx
+
+
+def _start(
+    x: Tensor, residual: Tensor | None, before: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+    layer: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows, h = _check("norm", x, weight, (residual,), (bias, before))
+    total, y, means, scales = _outputs(x, residual, before, weight, bias, eps, layer)
+    if x.numel():
+        launch.start(
+            "norm", x, residual, before, weight, bias, total if total.numel() else None, y, means if layer else None,
+            scales, rows, h, eps,
+        )  # fmt: skip
+    return total, y, means, scales
+
+
+def _outputs(
+    x: Tensor, residual: Tensor | None, before: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+    layer: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    total = torch.empty_like(x) if residual is not None or before is not None else x.new_empty(0)
+    means, scales = (x.new_empty(n, dtype=torch.float32) for n in (len(x) * layer, len(x)))
+    return total, torch.empty_like(x), means, scales
+
+
+def _start_backward(
+    dy: Tensor, total: Tensor, weight: Tensor, means: Tensor | None, scales: Tensor, residual: Tensor | None,
+    dweight: Tensor, dbias: Tensor | None, add: bool, add_bias: bool,
+) -> Tensor:  # fmt: skip
+    rows, h = _check("norm_backward", dy, weight, (total, residual), ())
     gradients = [g for g in (dweight, dbias) if g is not None]
     fits = all(g.dtype == torch.float32 and g.numel() == h and g.is_contiguous() for g in gradients)
     launch.check(fits, "norm_backward", "dweight and dbias fp32 [h]", *gradients)
     dx = torch.empty_like(dy)
     blocks = max(1, min(BLOCKS_OF_BACKWARD * device.processors(dy.device), rows))
     parts = [torch.empty(blocks, h, dtype=torch.float32, device=dy.device) for _ in gradients]
-    dw_parts, db_parts = parts[0], parts[1] if dbias is not None else None
     launch.start(
-        "norm_backward",
-        dy,
-        done.sum,
-        weight,
-        done.means,
-        done.scales,
-        residual,
-        dx,
-        dw_parts,
-        db_parts,
-        rows,
-        h,
-        blocks,
-    )
-    for part, gradient in zip(parts, gradients, strict=True):
-        sums.add_parts(part, gradient, add=add)
+        "norm_backward", dy, total, weight, means, scales, residual, dx, parts[0],
+        parts[1] if dbias is not None else None, rows, h, blocks,
+    )  # fmt: skip
+    for part, gradient, adds in zip(parts, gradients, (add, add_bias), strict=False):
+        sums.add_parts(part, gradient, add=adds)
     return dx
 
 
@@ -94,14 +111,22 @@ def _check(
 ) -> tuple[int, int]:
     """Refuses what the kernel would misread; returns the number of rows, and of columns."""
     h = weight.numel()
-    fits = x.dim() == 2 and x.shape[1] == h and h % 8 == 0 and 0 < h <= LARGEST
-    fits = (
-        fits
-        and all(t is None or t.shape == x.shape for t in rows)
-        and all(t is None or t.numel() == h for t in vectors)
-    )
     tensors = [t for t in (x, weight, *rows, *vectors) if t is not None]
-    fits = fits and all(map(launch.packed, tensors))
+    fits = x.dim() == 2 and x.shape[1] == h and h % 8 == 0 and 0 < h <= LARGEST
+    fits = fits and all(t is None or t.shape == x.shape for t in rows)
+    fits = fits and all(t is None or t.numel() == h for t in vectors) and all(map(launch.packed, tensors))
     wanted = f"bf16 [n h] and [h], contiguous and 16-byte aligned, h a multiple of 8 up to {LARGEST}"
     launch.check(fits, name, wanted, *tensors)
     return len(x), h
+
+
+_FORWARD = launch.define(
+    "norm(Tensor x, Tensor? residual, Tensor? before, Tensor weight, Tensor? bias, float eps, bool layer)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _start, _outputs, launches=1,
+)  # fmt: skip
+_BACKWARD = launch.define(
+    "norm_backward(Tensor dy, Tensor total, Tensor weight, Tensor? means, Tensor scales, Tensor? residual,"
+    " Tensor(a!) dweight, Tensor(b!)? dbias, bool add, bool add_bias) -> Tensor",
+    _start_backward, lambda dy, *rest: torch.empty_like(dy), launches=3,
+)  # fmt: skip

@@ -53,7 +53,7 @@ def dequantise(q: Tensor, scales: Tensor, bits: int) -> Tensor:
     """The sum over ranks, bf16 [n], of packed q [r k 256 bits/8] times scales [r k]. r + 2 bytes an element."""
     ranks, blocks = scales.shape
     fits = bits in TOPS and q.dtype == torch.uint8 and q.shape == (ranks, blocks, BLOCK * bits // 8)
-    fits = fits and q.is_contiguous() and q.data_ptr() % 16 == 0
+    fits = fits and q.is_contiguous() and launch.aligned(q)
     fits = fits and scales.dtype == torch.float32 and scales.is_contiguous()
     launch.check(fits, "dequantise", "q uint8 [r k 256 bits/8] and scales fp32 [r k], contiguous", q, scales)
     out = q.new_empty(blocks * BLOCK, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Rotary positions (arXiv 2104.09864) in the half-split layout that Hugging Face uses: csrc/cuda/rotary.cu, in place."""
+"""Rotary positions (arXiv 2104.09864), half-split as in Hugging Face, in place: csrc/cuda/rotary.cu."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def reference(x: Tensor, theta: float) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def table(length: int, size: int, theta: float, device: torch.device) -> Tensor:
-    """Cosines and sines as the kernel reads them, fp32 [s 2 2 d/16 4]: the first fours of all packs, then the second."""
+    """Cosines and sines as the kernel reads them, fp32 [s 2 2 d/16 4]: first fours of all packs, then second ones."""
     angle = angles(length, size, theta, device)
     both = torch.stack((angle.cos(), angle.sin()), 1)
     return both.view(length, 2, size // 16, 2, 4).transpose(2, 3).contiguous()

@@ -23,14 +23,14 @@ def add_parts(parts: Tensor | None, out: Tensor, *, add: bool) -> None:
         return
     fits = parts.dtype == out.dtype == torch.float32 and parts.dim() == 2 and parts.shape[1] == out.numel()
     fits = fits and parts.is_contiguous() and out.is_contiguous() and out.numel() % 4 == 0
-    fits = fits and parts.data_ptr() % 16 == out.data_ptr() % 16 == 0
+    fits = fits and launch.aligned(parts) and launch.aligned(out)
     launch.check(fits, "add_parts", "fp32 parts [k h] and out [h], 16-byte aligned, h a multiple of 4", parts, out)
     if out.numel():
         launch.start("add_parts", parts, out, len(parts), out.numel(), add)
 
 
 def column_sums(x: Tensor, out: Tensor, *, add: bool) -> None:
-    """out [h], fp32, = the sum over rows of x [n h], bf16, plus what it held if `add`. 2 bytes an element; two kernels."""
+    """out fp32 [h] = the sum over rows of x bf16 [n h], plus what it held if `add`. 2 bytes an element; two kernels."""
     fits = x.dim() == 2 and x.shape[1] % 8 == 0 and launch.packed(x)
     launch.check(fits, "column_sums", "bf16 [n h], contiguous and 16-byte aligned, h a multiple of 8", x)
     parts = x.new_empty(row_blocks(x), x.shape[1], dtype=torch.float32)
@@ -41,7 +41,7 @@ def column_sums(x: Tensor, out: Tensor, *, add: bool) -> None:
 
 def square_sum(x: Tensor) -> Tensor:
     """The sum of the squares of x [n], fp32, as an fp64 scalar. 4 bytes an element; two kernels in one launch."""
-    fits = x.dtype == torch.float32 and x.is_contiguous() and x.numel() % 4 == 0 and x.data_ptr() % 16 == 0
+    fits = x.dtype == torch.float32 and x.is_contiguous() and x.numel() % 4 == 0 and launch.aligned(x)
     launch.check(fits, "square_sum", "fp32 [n], contiguous and 16-byte aligned, n a multiple of 4", x)
     blocks = max(1, min(8 * device.processors(x.device), -(-x.numel() // 8192)))
     parts, out = x.new_empty(blocks), x.new_empty((), dtype=torch.float64)

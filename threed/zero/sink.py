@@ -76,6 +76,15 @@ class Sink:
             target.index_add_(0, index, rows.to(target.dtype))
         return self._arrived()
 
+    def memory(self) -> tuple[Tensor, bool] | None:
+        """Returns where the gradient is, in the parameter's shape, and whether to add to what is there; `arrived` is due
+        when that was done. None where a gradient cannot be written there now: `add` it."""
+        return None if self.reducer.is_late(self) else (self._target(), self.received > 0)
+
+    def arrived(self) -> None:
+        """Counts a contribution that was written into `memory`."""
+        self._arrived()
+
     def take(self, param: Tensor) -> None:
         """Moves `param.grad` into the sink, when autograd calls its hook. In another engine's backward the gradient
         stays in `.grad`, and adds up, until it is dropped or the step ends."""
