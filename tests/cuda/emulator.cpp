@@ -574,6 +574,9 @@ int emulator_buffer(void* first, size_t size, int known, const char* name) {
   return int(emulator::machine.regions.size()) - 1;
 }
 
+// Takes all buffers back.
+void emulator_forget() { emulator::machine.regions.clear(); }
+
 // What is wrong; empty while nothing is.
 const char* emulator_error() { return emulator::machine.error.c_str(); }
 

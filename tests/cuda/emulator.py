@@ -89,6 +89,7 @@ class Machine:
 
     library: ctypes.CDLL
     parameters: dict[str, list[str]]
+    forgets: bool = False  # after each launch, what was written: others write, too
     fresh: set[int] = field(default_factory=set)  # addresses of memory that nobody has written
     launches: list[Launch] = field(default_factory=list)
     _buffers: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -116,6 +117,11 @@ class Machine:
             read, written = (b - a for a, b in zip(before[n], self._traffic(number), strict=True))
             traffic[n] = Traffic(read, written, tensors[n].numel() * tensors[n].element_size())
         self.launches.append(Launch(name, traffic, sectors, used, passes, least, barriers))
+        if self.forgets:
+            runtime().emulator_forget()
+            self._buffers.clear()
+            self._alive.clear()
+            self.fresh.clear()
 
     def _buffer(self, name: str, tensor: Tensor) -> int:
         """Hands a tensor's memory over, from its first element to its last, and returns its number."""
@@ -143,17 +149,21 @@ class Machine:
 class _FreshMemory(TorchDispatchMode):
     """Notes the memory that is made without values."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, only_of_operators: bool) -> None:
         super().__init__()
-        self.machine = machine
+        self.machine, self.only_of_operators, self.in_operator = machine, only_of_operators, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operator = launch.OPERATORS.get(func.overloadpacket._qualified_op_name)
         if operator is not None:
-            with self:  # to see what memory it makes
-                return operator.work(*args, **(kwargs or {}))
+            self.in_operator = True
+            try:
+                with self:  # to see what memory it makes
+                    return operator.work(*args, **(kwargs or {}))
+            finally:
+                self.in_operator = False
         out = func(*args, **(kwargs or {}))
-        if "empty" in func.overloadpacket.__name__:
+        if "empty" in func.overloadpacket.__name__ and (self.in_operator or not self.only_of_operators):
             self.machine.fresh.add(out.untyped_storage().data_ptr())
             self.machine._alive.append(out)
         return out
@@ -161,20 +171,26 @@ class _FreshMemory(TorchDispatchMode):
 
 @contextmanager
 def emulated(
-    order: Order = "random", seed: int = 1, *, checks: bool = True, library: Path | None = None
+    order: Order = "random",
+    seed: int = 1,
+    *,
+    checks: bool = True,
+    library: Path | None = None,
+    torch_writes: bool = False,
 ) -> Iterator[Machine]:
     """Runs what `threed.ops.launch` starts on the CPU, where layers take bf16 to these kernels.
 
-    library: other kernels than those of csrc/cuda.
+    library: other kernels than those of csrc/cuda. torch_writes: kernels are not alone, so that only memory which one
+    of our operators makes counts as never written.
     """
     path = library or build()
-    machine = Machine(_loaded(path), parameters())
+    machine = Machine(_loaded(path), parameters(), torch_writes)
     runtime().emulator_begin(seed, ORDERS.index(order), checks, TRACED_BLOCKS)
     with (
         mock.patch.object(launch, "start", machine.start),
         mock.patch.object(launch, "available", return_value=True),
         mock.patch.object(device, "processors", return_value=PROCESSORS),
-        _FreshMemory(machine),
+        _FreshMemory(machine, torch_writes),
     ):
         yield machine
 

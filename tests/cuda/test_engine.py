@@ -6,21 +6,26 @@ Both round to bf16 at other places, so losses agree to bf16's precision; the bit
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 from tests.configs import Case, config_of, engine_of
 from tests.cuda.emulator import COMPILER, emulated
+from tests.harness import run_ranks
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 FORWARDS = {"norm", "cross_entropy"}
-BACKWARDS = {"norm_backward", "add_parts", "scale", "adamw"}
+BACKWARDS = {"norm_backward", "add_parts", "scale", "square_sum", "adamw"}
+GPT, LLAMA = {"gelu", "gelu_backward", "column_sums"}, {"swiglu", "swiglu_backward", "rotary"}
 CASES = {
-    "gpt": ({"model": "gpt"}, {"gelu", "gelu_backward"}),
-    "llama": ({"model": "llama"}, {"swiglu", "swiglu_backward"}),
-    "dropout": ({"model": "gpt", "dropout": 0.25}, {"gelu", "gelu_backward", "dropout"}),
-    "zero 3, full recompute": ({"model": "llama", "zero": 3, "recompute": "full"}, {"swiglu", "swiglu_backward"}),
-    "selective recompute": ({"model": "gpt", "recompute": "selective"}, {"gelu", "gelu_backward"}),
+    "gpt": ({"model": "gpt"}, GPT),
+    "llama": ({"model": "llama"}, LLAMA),
+    "dropout": ({"model": "gpt", "dropout": 0.25}, GPT | {"dropout"}),
+    "zero 3, full recompute": ({"model": "llama", "zero": 3, "recompute": "full"}, LLAMA),
+    "selective recompute": ({"model": "gpt", "recompute": "selective"}, GPT),
 }
 
 
@@ -28,13 +33,29 @@ def losses_of(case: Case, steps: int = 2) -> tuple[list[float], list[float]]:
     """Losses, and gradient norms."""
     torch.manual_seed(0)
     config = config_of(case)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"vocab": 56, "hidden": 64})})
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"vocab": 64, "hidden": 64, "head_dim": 16})}
+    )
     engine = engine_of(config)
-    rows = torch.randint(56, (case.rows, 17), generator=torch.Generator().manual_seed(1))
+    rows = torch.randint(64, (case.rows, 17), generator=torch.Generator().manual_seed(1))
     batch = {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
     batch["labels"][0, :5] = -100
     metrics = [engine.step(batch) for _ in range(steps)]
     return [float(m.loss) for m in metrics], [float(m.grad_norm) for m in metrics]
+
+
+def on_a_rank(case: Case) -> tuple[list[float], set[str]]:
+    with emulated(torch_writes=True) as machine:
+        return losses_of(case)[0], {ran.name for ran in machine.launches}
+
+
+@pytest.mark.parametrize("changes", [{}, {"sequence": True, "zero": 3}, {"dropout": 0.25, "sequence": True}])
+def test_two_tensor_ranks_train_as_one(changes: dict[str, Any]) -> None:
+    case = Case(dtype="bf16", layers=2, **changes)
+    alone, _ = on_a_rank(replace(case, sequence=False))
+    for losses, ran in run_ranks(2, on_a_rank, replace(case, tp=2)):
+        assert {"cross_entropy_stats", "cross_entropy_gradient"} <= ran
+        assert losses == pytest.approx(alone, rel=5e-3)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -42,7 +63,7 @@ def test_an_engine_trains_the_same_on_emulated_kernels(name: str) -> None:
     changes, also = CASES[name]
     case = Case(dtype="bf16", layers=2, **changes)  # type: ignore[arg-type]
     plain, plain_norms = losses_of(case)
-    with emulated() as machine:
+    with emulated(torch_writes=True) as machine:
         fused, norms = losses_of(case)
     assert {ran.name for ran in machine.launches} == FORWARDS | BACKWARDS | also
     assert fused == pytest.approx(plain, rel=5e-3)

@@ -19,6 +19,8 @@ from threed.layers.linear import ColumnLinear, RowLinear
 from threed.layers.norm import RMSNorm
 from threed.layers.recompute import Recompute
 from threed.layers.slicing import Slicing
+from threed.ops import rotary
+from threed.ops.rotary import split_and_turn
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -115,6 +117,13 @@ class Attention(nn.Module):
 
     def _attend(self, *projected: Tensor) -> Tensor:
         """Heads' norms, rotary positions and the core -> [s b (a/t d)]."""
+        (first, *rest) = projected
+        if not rest and self._turns_in_place(first):
+            assert self.rotary is not None
+            q, k, v = split_and_turn(
+                first, (self.heads, self.kv_heads, self.kv_heads), self.heads + self.kv_heads, self.d, self.rotary
+            )
+            return self.core(q, k, v).flatten(2)
         q, k, v = self._heads(*projected)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
@@ -122,6 +131,12 @@ class Attention(nn.Module):
             q, k = rotate(q, self.rotary), rotate(k, self.rotary)
         y = self.core(q, k, v)
         return y.flatten(2) if y.dim() == 4 else y
+
+    def _turns_in_place(self, qkv: Tensor) -> bool:
+        """Whether rotary positions may be written over the projection: no head's norm comes first, and none computes
+        the core again from what was projected."""
+        plain = self.rotary is not None and self.query_norm is None and type(self.recompute) is Recompute
+        return plain and rotary.fits(qkv, self.d)
 
     def _heads(self, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [s b a/t d], key and value [s b k/t d]."""

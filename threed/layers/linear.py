@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.collectives import split
-from threed.layers.slicing import Slicing, weight_gradient
+from threed.layers.slicing import Slicing, bias_gradient, weight_gradient
 from threed.layers.tiled import LOCAL, add_weight, tiled_linear, tiles_of
 from threed.ops import matmul
 from threed.sharding import ShardSpec, matrix, parameter, vector
@@ -36,7 +36,7 @@ class _Linear(torch.autograd.Function):
         if gather:
             x = collectives.all_gather(x, axis)
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.axis, ctx.gather = weight, axis, gather
+        ctx.weight, ctx.bias, ctx.axis, ctx.gather = weight, bias, axis, gather
         return matmul.linear(x, weight, bias)
 
     @staticmethod
@@ -50,7 +50,7 @@ class _Linear(torch.autograd.Function):
             pending = reduce(matmul.linear(dy, weight.t()), ctx.axis)
         # Of the parameter itself: what was saved comes back as another tensor where hooks have kept it.
         dw = weight_gradient(ctx.weight, dy, x) if need_dw else None
-        db = dy.flatten(0, -2).sum(0) if need_db else None
+        db = bias_gradient(ctx.bias, dy) if need_db else None
         return pending.wait() if pending else None, dw, db, None, None
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from threed import collectives
+from threed.ops import launch, sums
 from threed.sharding import Piece, ShardSpec
 from threed.topology import Axis, alone
 
@@ -162,6 +163,20 @@ class GradSink(Protocol):
 def sink_of(weight: Tensor) -> GradSink | None:
     """Returns the sink of a parameter, if it has one."""
     return getattr(weight, "sink", None)
+
+
+def bias_gradient(bias: Tensor, dy: Tensor) -> Tensor | None:
+    """Computes the sum of dy [... n] over its rows: adds it to the bias's sink, else returns it for autograd."""
+    rows = dy.flatten(0, -2)
+    if launch.ready(rows) and launch.packed(rows) and rows.shape[1] % 8 == 0:
+        gradient = VectorGradient(bias)
+        sums.column_sums(rows, gradient.out, add=gradient.add)
+        return gradient.done()
+    db, sink = rows.sum(0), sink_of(bias)
+    if sink is None:
+        return db
+    sink.add(db)
+    return None
 
 
 class VectorGradient:

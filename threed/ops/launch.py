@@ -26,12 +26,13 @@ _launchers: dict[str, Any] = {}
 
 
 def available(x: Tensor) -> bool:
-    """Returns whether kernels work on this tensor's device: a GPU, where this installation has them.
+    """Returns whether kernels work on this tensor's device: a GPU, where this installation has them."""
+    return on_gpu(x) and native.library("cuda") is not None
 
-    On the meta device, where a step is only looked at, what the device of this process would do.
-    """
-    there = x.is_cuda or (x.is_meta and default_device().type == "cuda")
-    return there and native.library("cuda") is not None
+
+def on_gpu(x: Tensor) -> bool:
+    """Returns whether x is on a GPU; on the meta device, where a step is only looked at, whether it would be."""
+    return x.is_cuda or (x.is_meta and default_device().type == "cuda")
 
 
 def ready(x: Tensor) -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from threed.ops import launch
 from threed.topology import default_device
 
 
@@ -44,11 +45,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
+def widens(a: Tensor, to: torch.dtype) -> bool:
+    """Returns whether the device adds products of a's dtype to a wider sum in one kernel, without rounding them."""
+    return (
+        to == torch.float32
+        and a.dtype in (torch.bfloat16, torch.float16)
+        and launch.on_gpu(a)
+        and hasattr(torch.ops.aten.addmm, "dtype_out")  # torch 2.11
+    )
+
+
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
-    """out += a b, or out = a b when `fresh`: out [m n], a [m k], b [k n], of one dtype.
+    """out += a b, or out = a b when `fresh`: out [m n], a [m k], b [k n], of one dtype, or where a GPU `widens` it.
 
     On the meta device it makes what it would make on the device of this process: oneDNN's product is a tensor apart.
     """
+    if a.dtype != out.dtype:
+        if fresh:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+        else:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        return
     if not _by_onednn(a, b, default_device().type if a.is_meta else ""):
         torch.mm(a, b, out=out) if fresh else out.addmm_(a, b)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,11 @@ def table(length: int, size: int, theta: float, device: torch.device) -> Tensor:
     return both.view(length, 2, size // 16, 2, 4).transpose(2, 3).contiguous()
 
 
+def fits(x: Tensor, size: int) -> bool:
+    """Returns whether the kernel takes rows x of heads of this size."""
+    return size > 0 and size % 16 == 0 and x.shape[-1] % 8 == 0 and launch.ready(x) and launch.packed(x)
+
+
 def turn_(x: Tensor, sequences: int, heads: int, size: int, theta: float, *, back: bool = False) -> None:
     """Turns the first `heads` heads of `size` d in every row of x [(s b) width], in place; `back` undoes it.
 
@@ -41,5 +47,43 @@ def turn_(x: Tensor, sequences: int, heads: int, size: int, theta: float, *, bac
     fits = fits and launch.packed(x) and rows < 2**31
     launch.check(fits, "rotary", "bf16 [(s b) width], contiguous and 16-byte aligned, heads of a multiple of 16", x)
     if rows and heads:
-        turns = table(rows // sequences, size, theta, x.device)
-        launch.start("rotary", x, turns, rows, width, sequences, heads, size, -1.0 if back else 1.0)
+        _TURN(x, table(rows // sequences, size, theta, x.device), sequences, heads, size, -1.0 if back else 1.0)
+
+
+def _start(x: Tensor, turns: Tensor, sequences: int, heads: int, size: int, direction: float) -> None:
+    launch.start("rotary", x, turns, *x.shape, sequences, heads, size, direction)
+
+
+_TURN = launch.define(
+    "rotary_(Tensor(a!) x, Tensor turns, int sequences, int heads, int size, float direction) -> ()",
+    _start, lambda *args: None, launches=1,
+)  # fmt: skip
+
+
+class _Turned(torch.autograd.Function):
+    """Splits x [s b width] into tensors of `heads` heads, of which the first `turned` are turned, in x's memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, heads: tuple[int, ...], turned: int, size: int, theta: float
+    ) -> tuple[Tensor, ...]:
+        ctx.of = (turned, size, theta)
+        turn_(x.view(-1, x.shape[-1]), x.shape[1], turned, size, theta)
+        torch.autograd.graph.increment_version((x,))  # whoever saved it is told
+        return tuple(part.unflatten(-1, (-1, size)) for part in x.split([size * n for n in heads], -1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        turned, size, theta = ctx.of
+        dx = torch.cat([g.flatten(2) for g in gradients], -1)
+        turn_(dx.view(-1, dx.shape[-1]), dx.shape[1], turned, size, theta, back=True)
+        return dx, None, None, None, None
+
+
+def split_and_turn(x: Tensor, heads: tuple[int, ...], turned: int, size: int, theta: float) -> tuple[Tensor, ...]:
+    """Tensors [s b n d] for n in `heads`, of x [s b width]: the first `turned` heads are turned by their positions.
+
+    They lie in x's memory, which must not be read afterwards.
+    """
+    parts: tuple[Tensor, ...] = _Turned.apply(x, heads, turned, size, theta)
+    return parts

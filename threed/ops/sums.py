@@ -17,6 +17,12 @@ def row_blocks(x: Tensor) -> int:
     return max(1, min(PER_PROCESSOR * device.processors(x.device), -(-len(x) // ROWS_OF_A_BLOCK)))
 
 
+def fits(x: Tensor) -> bool:
+    """Returns whether `square_sum` takes x."""
+    whole = x.dtype == torch.float32 and x.numel() % 4 == 0 and x.is_contiguous() and launch.aligned(x)
+    return whole and launch.available(x)
+
+
 def add_parts(parts: Tensor | None, out: Tensor, *, add: bool) -> None:
     """out [h] = their sum over parts [k h], plus what it held if `add`; fp32. Launches one kernel."""
     if parts is None:
@@ -31,6 +37,16 @@ def add_parts(parts: Tensor | None, out: Tensor, *, add: bool) -> None:
 
 def column_sums(x: Tensor, out: Tensor, *, add: bool) -> None:
     """out fp32 [h] = the sum over rows of x bf16 [n h], plus what it held if `add`. 2 bytes an element; two kernels."""
+    _COLUMN_SUMS(x, out, add)
+
+
+def square_sum(x: Tensor) -> Tensor:
+    """The sum of the squares of x [n], fp32, as an fp64 scalar. 4 bytes an element; two kernels in one launch."""
+    total: Tensor = _SQUARE_SUM(x)
+    return total
+
+
+def _start_column_sums(x: Tensor, out: Tensor, add: bool) -> None:
     fits = x.dim() == 2 and x.shape[1] % 8 == 0 and launch.packed(x)
     launch.check(fits, "column_sums", "bf16 [n h], contiguous and 16-byte aligned, h a multiple of 8", x)
     parts = x.new_empty(row_blocks(x), x.shape[1], dtype=torch.float32)
@@ -39,11 +55,18 @@ def column_sums(x: Tensor, out: Tensor, *, add: bool) -> None:
     add_parts(parts, out, add=add)
 
 
-def square_sum(x: Tensor) -> Tensor:
-    """The sum of the squares of x [n], fp32, as an fp64 scalar. 4 bytes an element; two kernels in one launch."""
+def _start_square_sum(x: Tensor) -> Tensor:
     fits = x.dtype == torch.float32 and x.is_contiguous() and x.numel() % 4 == 0 and launch.aligned(x)
     launch.check(fits, "square_sum", "fp32 [n], contiguous and 16-byte aligned, n a multiple of 4", x)
     blocks = max(1, min(8 * device.processors(x.device), -(-x.numel() // 8192)))
     parts, out = x.new_empty(blocks), x.new_empty((), dtype=torch.float64)
     launch.start("square_sum", x, parts, out, x.numel(), blocks)
     return out
+
+
+_COLUMN_SUMS = launch.define(
+    "column_sums_(Tensor x, Tensor(a!) out, bool add) -> ()", _start_column_sums, lambda x, out, add: None, launches=2
+)
+_SQUARE_SUM = launch.define(
+    "square_sum(Tensor x) -> Tensor", _start_square_sum, lambda x: x.new_empty((), dtype=torch.float64), launches=2
+)

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from threed.ops import sums
 from threed.zero.layout import Bucket
 
 
 def squares(part: Tensor) -> Tensor:
     """Returns the sum of the squares of a slice of gradients, fp64 scalar."""
+    if sums.fits(part):
+        return sums.square_sum(part)
     return torch.linalg.vector_norm(_rows(part), dim=1, dtype=_wide(part)).double().square().sum()
 
 

@@ -58,7 +58,8 @@ class Sink:
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the matrix product a @ b; in the buffer itself where the dtypes allow."""
-        if self.reducer.is_late(self) or a.dtype != self.reducer.layout.policy.grad_dtype:
+        dtype = self.reducer.layout.policy.grad_dtype
+        if self.reducer.is_late(self) or not (a.dtype == dtype or matmul.widens(a, dtype)):
             return self.add(torch.mm(a, b))
         target = self._target()
         matmul.add_product_(target, a, b, fresh=not self.received)
@@ -77,8 +78,8 @@ class Sink:
         return self._arrived()
 
     def memory(self) -> tuple[Tensor, bool] | None:
-        """Returns where the gradient is, in the parameter's shape, and whether to add to what is there; `arrived` is due
-        when that was done. None where a gradient cannot be written there now: `add` it."""
+        """Returns where the gradient is, in the parameter's shape, and whether to add to what is there; `arrived` is
+        due when that was done. None where a gradient cannot be written there now: `add` it."""
         return None if self.reducer.is_late(self) else (self._target(), self.received > 0)
 
     def arrived(self) -> None:
