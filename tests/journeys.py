@@ -146,7 +146,7 @@ MICROBATCH = Journey(
         Step("threed.collectives:reduce_from", "sums over tensor ranks"),
         Step("threed.layers.loss:LanguageModelHead.forward", "logits, token losses, their weighted sum",
              by="Stage.forward", note="called as a module, on the last stage", column=3),
-        Step("threed.ops.cross_entropy:vocab_parallel_cross_entropy", "three numbers a token from each rank"),
+        Step("threed.ops.cross_entropy:weighted_loss", "three numbers a token from each rank"),
         Step(f"{_EXECUTOR}._send", "on the other stages", by="Executor.run", note="by the table of handlers"),
         Step("threed.pipeline.transport:Links.send", "on the link to that stage"),
         Step("threed.collectives:send", "begins to send"),
