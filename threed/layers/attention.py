@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from threed.layers.linear import ColumnLinear, RowLinear
@@ -49,10 +48,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: f
     mask: bool, True where a query (row) may look at a key (column), or numbers of q's dtype to be added; [s s] or
     [a s s]. It decides alone who looks at whom. scale: by default 1 / sqrt(d).
     """
-    q, k, v = (rearrange(part, "s b a d -> b a s d") for part in (q, k, v))
+    q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b a s d]; plain views, for einops costs 5 µs a call
     grouped = q.shape[1] != k.shape[1]
     y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
-    return rearrange(y, "b a s d -> s b (a d)")
+    return y.permute(2, 0, 1, 3).flatten(2)
 
 
 class Attention(nn.Module):
@@ -143,5 +142,5 @@ class Attention(nn.Module):
         sizes = [self.heads * self.d, self.kv_heads * self.d, self.kv_heads * self.d]
         *query, rest = projected
         parts = (*query, *rest.split(sizes[len(query) :], dim=-1))
-        q, k, v = (rearrange(part, "s b (a d) -> s b a d", d=self.d) for part in parts)
+        q, k, v = (part.view(*part.shape[:2], -1, self.d) for part in parts)
         return q, k, v
