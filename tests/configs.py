@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -13,7 +16,7 @@ from tests import looping
 from threed import models
 from threed.config import Config, resolve
 from threed.engine import Engine, StepMetrics
-from threed.layers import Slicing
+from threed.layers import Slicing, embedding
 from threed.testing import Results as Result
 from threed.testing import results_of as result_of
 from threed.topology import Topology
@@ -46,6 +49,7 @@ class Case:
     recompute: str = "none"  # none | full | selective | ... of RECOMPUTE
     layers: int = 3
     partition: str = "balanced"
+    pad: int = 0  # rows of vocabulary tables are padded to a multiple of this; 0: as for tables of this size
 
     @property
     def rows(self) -> int:
@@ -62,7 +66,8 @@ class Case:
         """The same training on one process in one micro-batch."""
         single = replace(self, pp=1, dp=1, tp=1, sequence=False, zero=0, schedule="1f1b", microbatches=1)
         home = replace(single, offload_optimizer="none", offload_params="none", tile=1, recompute="none")
-        return replace(home, microbatches=-self.rows, bucket_mib=64.0, partition="balanced", shard="all", prefetch=1)
+        return replace(home, microbatches=-self.rows, bucket_mib=64.0, partition="balanced", shard="all", prefetch=1,
+                       pad=0)  # fmt: skip
 
 
 RECOMPUTE = {
@@ -143,10 +148,21 @@ def engine_of(config: Config, **keywords: object) -> Engine:
     return Engine(models.build(config.model, slicing), topology, config, **keywords)  # type: ignore[arg-type]
 
 
+@contextmanager
+def padded_to(rows: int) -> Iterator[None]:
+    """Tables of words that are built meanwhile are padded to a multiple of so many rows, however small; 0: as ever."""
+    if not rows:
+        yield
+        return
+    with mock.patch.object(embedding, "PAD_FROM", 1), mock.patch.object(embedding, "PAD_TO", rows):
+        yield
+
+
 def trained(case: Case, **keywords: object) -> tuple[Engine, list[StepMetrics]]:
     """The engine after the steps of a case, and what they gave."""
     config = config_of(case)
-    engine = engine_of(config, **keywords)
+    with padded_to(case.pad):
+        engine = engine_of(config, **keywords)
     rows = config.train.global_batch
     return engine, [engine.step(share(batch(step, rows), engine.topology)) for step in range(STEPS)]
 

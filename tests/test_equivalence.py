@@ -45,6 +45,7 @@ SETTINGS: dict[str, list[object]] = {
     "tile": [1, 3],
     "shard": ["all", 2],
     "partition": ["balanced", "uniform"],
+    "pad": [0, 8],
 }
 PLAIN = ("pp", "dp", "tp", "model", "sequence", "zero", "schedule", "microbatches", "dropout")
 Work = Callable[[Case], tuple[Engine, list[StepMetrics]]]

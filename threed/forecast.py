@@ -151,7 +151,7 @@ class _Column:
     @property
     def parameters(self) -> int:
         """Elements of all parameters that this column holds."""
-        found = {spec_of(p).name: p.numel() for layer in self.layers for p in layer.parameters()}
+        found = {spec_of(p).name: spec_of(p).numel for layer in self.layers for p in layer.parameters()}
         return sum(found.values())
 
     def blueprint(self, stage: int, flops: Sequence[float]) -> Blueprint:

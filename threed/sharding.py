@@ -4,7 +4,8 @@
 
 Initial values, gradient reduction, gradient norm, checkpoints and conversion read only this record. One local tensor
 may hold several global ones (query, key and value packed for one matmul): each is a `Piece`, a contiguous range of the
-local tensor and a box of the global one. Global shapes are unpadded, and shards need not be equal.
+local tensor and a box of the global one. Global shapes are unpadded, and shards need not be equal; a local tensor may
+have padding behind its pieces.
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ class Piece:
 class ShardSpec:
     """What a parameter is.
 
-    pieces: in storage order; together they fill the parameter.
+    pieces: in storage order; together they fill the parameter, but for `padding` elements at its end.
     replicated: the axis whose ranks all hold these same values ("tp", or "tp/2" for blocks of two), or None.
     partial: the axis over which the gradient is only a part and must be summed, or None.
     decay: whether weight decay applies (matrices do, norms and biases do not).
     tile: (index, count) of a tile of a larger matrix, which is whole only while it is used; else (0, 1).
+    padding: elements that belong to no global tensor. They are zero and stay so: whoever computes with them sees to it
+    that their gradient is zero. No checkpoint has them.
     """
 
     pieces: tuple[Piece, ...]
@@ -64,6 +67,12 @@ class ShardSpec:
     partial: str | None = None
     decay: bool = True
     tile: tuple[int, int] = (0, 1)
+    padding: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of global tensors in it."""
+        return sum(piece.numel for piece in self.pieces)
 
     @property
     def name(self) -> str:
@@ -74,7 +83,7 @@ class ShardSpec:
 
 def parameter(spec: ShardSpec, shape: Sequence[int]) -> nn.Parameter:
     """A parameter on the meta device with its record; it gets storage when its pipeline stage is built."""
-    if sum(piece.numel for piece in spec.pieces) != math.prod(shape):
+    if spec.numel + spec.padding != math.prod(shape):
         raise ValueError(f"{spec.name}: pieces do not fill the local shape {tuple(shape)}")
     return attach(nn.Parameter(torch.empty(tuple(shape), device="meta")), spec)
 

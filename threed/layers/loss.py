@@ -34,18 +34,21 @@ class LanguageModelHead(nn.Module):
         super().__init__()
         self.name = name
         self.slicing, self.norm = slicing, norm
-        self.first, _ = split(vocab, slicing.tp.size, slicing.tp.index)
+        self.first, last = split(vocab, slicing.tp.size, slicing.tp.index)
+        self.columns = last - self.first  # of the logits; the rest are the table's padding
         self.weight = vocab_table(weight_name, vocab, hidden, slicing, std)
         self.vocab, self.data_flags = vocab, (Flag(f"labels beyond the {vocab} of {name}"),)
 
     def flops(self, tokens: int, seq: int) -> int:
         """FLOPs of a forward."""
-        return 2 * tokens * self.weight.numel()
+        return 2 * tokens * self.columns * self.weight.shape[1]
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         logits = linear(self.norm(x), self.weight, None, self.slicing.tp, self.slicing.sequence_parallel)
         if micro.labels is None:
-            return logits
+            return logits[..., : self.columns]
         self.data_flags[0].note(micro.labels >= self.vocab)
         weight = torch.ones((), device=x.device) if micro.weight is None else micro.weight
-        return weighted_loss(logits, micro.labels.t(), weight, self.slicing.tp, self.first, self.vocab)
+        return weighted_loss(
+            logits, micro.labels.t(), weight, self.slicing.tp, self.first, columns=self.columns, vocabulary=self.vocab
+        )

@@ -122,7 +122,7 @@ def _badly_cut(uses: Iterable[Use], tensor: Axis) -> Iterator[str]:
     boxes: dict[str, list[Part]] = {}
     where: dict[str, Use] = {}
     for use in {(use.spec.name, use.spec.tile): use for use in uses}.values():
-        if sum(piece.numel for piece in use.spec.pieces) != use.param.numel():
+        if use.spec.numel + use.spec.padding != use.param.numel():
             yield f"{use.layer}: the pieces of {use.spec.name} do not fill its shape {tuple(use.param.shape)}"
         for piece in use.spec.pieces:
             boxes.setdefault(piece.name, []).append((piece.start, piece.size))

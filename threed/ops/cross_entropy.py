@@ -27,28 +27,32 @@ def reference(logits: Tensor, targets: Tensor) -> Tensor:
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, first: int) -> Tensor:
-        scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, first: int, columns: int) -> Tensor:
+        wide = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+        scores = wide[..., :columns]
         local = targets - first
-        held = (local >= 0) & (local < scores.shape[-1]) & (targets >= 0)
+        held = (local >= 0) & (local < columns) & (targets >= 0)
         local = local.masked_fill(~held, 0).unsqueeze(-1)
         top, total, hit = _shard_numbers(scores, local, held)
         rows = collectives.all_gather(torch.stack((top, total, hit)).unsqueeze(0), axis)  # [t 3 ...]
         peak = rows[:, 0].amax(0)
         whole = (rows[:, 1] * torch.exp(rows[:, 0] - peak)).sum(0)
         loss = torch.where(targets >= 0, peak + whole.log() - rows[:, 2].sum(0), 0.0)
-        ctx.save_for_backward(scores, local, held, torch.exp(top - peak) / whole, targets)
+        ctx.columns = columns
+        ctx.save_for_backward(wide, local, held, torch.exp(top - peak) / whole, targets)
         ctx.dtype = logits.dtype
         return loss
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:
-        scores, local, held, scale, targets = ctx.saved_tensors
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
+        wide, local, held, scale, targets = ctx.saved_tensors
         dloss = torch.where(targets >= 0, dloss, 0.0)
-        grad = scores.mul_((scale * dloss).unsqueeze(-1))  # exponentials -> softmax, times the loss's gradient
-        if grad.shape[-1]:
+        grad = wide[..., : ctx.columns].mul_((scale * dloss).unsqueeze(-1))  # exponentials -> softmax, times dloss
+        if ctx.columns:
             grad.scatter_add_(-1, local, -(dloss * held).unsqueeze(-1))
-        return grad.to(ctx.dtype), None, None, None
+        if ctx.columns < wide.shape[-1]:
+            wide[..., ctx.columns :].zero_()
+        return wide.to(ctx.dtype), None, None, None, None
 
 
 def _shard_numbers(scores: Tensor, local: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,13 +66,17 @@ def _shard_numbers(scores: Tensor, local: Tensor, held: Tensor) -> tuple[Tensor,
     return top, total, hit
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, axis: Axis, first: int) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits: Tensor, targets: Tensor, axis: Axis, first: int, columns: int | None = None
+) -> Tensor:
     """The loss of every token [...], fp32 (fp64 for fp64 logits), the same on every rank of the axis.
 
     logits: [... v/t], whose memory is used up (fp32 and fp64; a narrower type is copied). targets: int64 [...], global
-    ids; those below 0 cost nothing. first: the global id of the shard's first column.
+    ids; those below 0 cost nothing. first: the global id of the shard's first column. columns: the shard's, where
+    there is padding behind them, whose gradient is zero.
     """
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, axis, first)
+    columns = logits.shape[-1] if columns is None else columns
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, axis, first, columns)
     return loss
 
 
@@ -82,7 +90,7 @@ ROW_IN_SHARED_MEMORY = 112 << 10  # bytes: two such blocks fit a multiprocessor 
 
 
 def fits(logits: Tensor) -> bool:
-    """Returns whether the kernels take logits [... width], all of whose columns are the vocabulary's."""
+    """Returns whether the kernels take logits [... width]."""
     return logits.shape[-1] % 8 == 0 and logits.shape[-1] > 0 and launch.ready(logits) and launch.packed(logits)
 
 
@@ -185,9 +193,10 @@ class _WeightedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, weight: Tensor, axis: Axis, first: int, vocabulary: int
-    ) -> Tensor:
-        rows, ids, columns = logits.view(-1, logits.shape[-1]), targets.flatten(), logits.shape[-1]
+        ctx: Any, logits: Tensor, targets: Tensor, weight: Tensor, axis: Axis, first: int, columns: int,
+        vocabulary: int,
+    ) -> Tensor:  # fmt: skip
+        rows, ids = logits.view(-1, logits.shape[-1]), targets.flatten()
         if axis.size == 1 and 2 * columns <= ROW_IN_SHARED_MEMORY:
             losses = whole(rows, ids, weight, columns)
         else:
@@ -198,20 +207,22 @@ class _WeightedLoss(torch.autograd.Function):
         return losses.sum() * weight
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         _SCALE(gradient, dloss.float())  # at the root of a backward 1, and then it only looks
-        return gradient.view(ctx.shape), None, None, None, None, None
+        return gradient.view(ctx.shape), None, None, None, None, None, None
 
 
-def weighted_loss(logits: Tensor, targets: Tensor, weight: Tensor, axis: Axis, first: int, vocabulary: int) -> Tensor:
+def weighted_loss(
+    logits: Tensor, targets: Tensor, weight: Tensor, axis: Axis, first: int, *, columns: int, vocabulary: int
+) -> Tensor:
     """The sum of all tokens' losses times `weight`, a scalar, fp32 (fp64 for fp64 logits), the same on every rank.
 
     Arguments as in `vocab_parallel_cross_entropy`, and: weight, a scalar tensor; vocabulary: the columns of all ranks.
     By our kernels it makes the gradient in the forward, and can be differentiated once.
     """
     if fits(logits) and torch.is_grad_enabled() and logits.requires_grad:
-        loss: Tensor = _WeightedLoss.apply(logits, targets, weight.float(), axis, first, vocabulary)
+        loss: Tensor = _WeightedLoss.apply(logits, targets, weight.float(), axis, first, columns, vocabulary)
         return loss
-    losses = vocab_parallel_cross_entropy(logits, targets, axis, first)
+    losses = vocab_parallel_cross_entropy(logits, targets, axis, first, columns)
     return losses.sum() * weight.to(losses.dtype)
