@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.cuda.emulator import ORDERS, Launch, Machine, emulated
 
+# Every test of a kernel takes this: it runs on the emulator, and by `pytest -m gpu` once more on a GPU.
+devices = pytest.mark.usefixtures("device")
 BF16_ULP = 2.0**-8  # of the number itself: half of this is what rounding costs
 
 
 def bf16(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     """Normal numbers, the same for the same shape and seed."""
-    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
+    return (scale * normal(*shape, seed=seed)).bfloat16()
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """The same in fp32."""
+    made = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return made.to(torch.get_default_device())
+
+
+def integers(below: int, count: int, seed: int = 0) -> Tensor:
+    """Whole numbers [count] in [0, below)."""
+    made = torch.randint(below, (count,), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return made.to(torch.get_default_device())
 
 
 def assert_close_in_bf16(got: Tensor, truth: Tensor, row: float = 1e-6) -> None:
@@ -34,13 +49,20 @@ def assert_close(got: Tensor, truth: Tensor, tolerance: float = 1e-5) -> None:
 
 
 def assert_traffic(done: Launch, times: Mapping[str, tuple[float, float]]) -> None:
-    """Every tensor is read and written as often as said, (read, written). Single numbers need not be named."""
+    """Every tensor is read and written as often as said, (read, written). Single numbers need not be named.
+
+    A GPU does not count; there this passes.
+    """
+    if done.counts is False:
+        return
     found = {name: t.times for name, t in done.traffic.items() if name in times or t.size > 4}
     assert found == dict(times), done.name
 
 
 def assert_coalesced(done: Launch) -> None:
-    """Of the sectors that warps touch, 95 % are used; and shared memory takes no pass twice."""
+    """Of the sectors that warps touch, 95 % are used; and shared memory takes no pass twice. Of a GPU this passes."""
+    if done.counts is False:
+        return
     assert done.used >= 0.95 * 32 * done.sectors, (done.name, done.used, 32 * done.sectors)
     assert done.bank_passes <= 1.05 * done.least_bank_passes, (done.name, done.bank_passes, done.least_bank_passes)
 

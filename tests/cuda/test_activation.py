@@ -12,12 +12,14 @@ from tests.cuda.cases import (
     assert_coalesced,
     assert_traffic,
     bf16,
+    devices,
     in_every_order,
+    normal,
 )
 from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.ops import activation
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
 SHAPES = [(1, 8), (7, 72), (9, 256), (33, 264), (130, 512), (5, 4104)]
 
 
@@ -61,7 +63,7 @@ def test_gelu(rows: int, f: int, with_bias: bool, bias_gradient: bool | None) ->
     """bias_gradient: whether it is added to what is there; None: not asked for."""
     x, dout = wide(rows, f), bf16(rows, f, seed=1)
     bias = bf16(f, seed=2) if with_bias else None
-    held = torch.randn(f, generator=torch.Generator().manual_seed(3))
+    held = normal(f, seed=3)
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
         out = activation.gelu(x, bias)

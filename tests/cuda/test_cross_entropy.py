@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda.cases import BF16_ULP, assert_coalesced, assert_traffic, bf16, in_every_order
+from tests.cuda.cases import BF16_ULP, assert_coalesced, assert_traffic, bf16, devices, in_every_order, integers
 from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.collectives import split
 from threed.ops import cross_entropy
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
 SHAPES = [(3, 1), (5, 7), (4, 8), (4, 9), (3, 100), (2, 4097), (2, 50257)]
 
 
@@ -24,7 +24,7 @@ def padded(logits: Tensor, width: int) -> Tensor:
 
 def targets_of(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
     """Some in the vocabulary, its last one, and some that cost nothing."""
-    targets = torch.randint(vocabulary, (rows,), generator=torch.Generator().manual_seed(seed))
+    targets = integers(vocabulary, rows, seed)
     targets[0] = vocabulary - 1
     targets[rows // 2 :: 3] = -100
     return targets

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda.cases import assert_close_in_bf16, assert_coalesced, assert_traffic, bf16, in_every_order
+from tests.cuda.cases import assert_close_in_bf16, assert_coalesced, assert_traffic, bf16, devices, in_every_order
 from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.ops import dropout
 from threed.ops.dropout import Draw
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
 SHAPES = [(1, 1, 8), (3, 2, 40), (5, 3, 256), (2, 2, 1032), (4, 2, 2048)]
 
 

@@ -6,11 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda.cases import assert_close, assert_close_in_bf16, assert_coalesced, assert_traffic, bf16, in_every_order
+from tests.cuda.cases import (
+    assert_close,
+    assert_close_in_bf16,
+    assert_coalesced,
+    assert_traffic,
+    bf16,
+    devices,
+    in_every_order,
+    normal,
+)
 from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.ops import norm
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
 # every shape of the kernel, each with rows that fill it and rows that do not
 SHAPES = [
     (1, 8),
@@ -75,7 +84,7 @@ def test_forward(rows: int, h: int, layer: bool, added: str) -> None:
 def test_backward(rows: int, h: int, layer: bool, add: bool, with_residual: bool) -> None:
     x, dy, (weight, bias) = bf16(rows, h) + 1, bf16(rows, h, seed=3), vectors(h, layer)
     residual = bf16(rows, h, seed=4) if with_residual else None
-    held = torch.randn(2, h, generator=torch.Generator().manual_seed(5))
+    held = normal(2, h, seed=5)
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
         done = norm.forward(x, weight, bias, EPS, layer)

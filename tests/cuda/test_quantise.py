@@ -6,11 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda.cases import assert_close, assert_close_in_bf16, assert_coalesced, assert_traffic, bf16, in_every_order
+from tests.cuda.cases import (
+    assert_close,
+    assert_close_in_bf16,
+    assert_coalesced,
+    assert_traffic,
+    bf16,
+    devices,
+    in_every_order,
+)
 from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.ops import quantise
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
 
 
 def numbers(blocks: int, seed: int = 0) -> Tensor:

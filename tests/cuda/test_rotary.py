@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda.cases import assert_close_in_bf16, assert_coalesced, assert_traffic, bf16, in_every_order
+from tests.cuda.cases import assert_close_in_bf16, assert_coalesced, assert_traffic, bf16, devices, in_every_order
 from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.ops import rotary
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
 # positions, sequences, heads that turn, heads that do not, size
 CASES = [(1, 1, 1, 0, 16), (5, 3, 2, 1, 32), (7, 1, 3, 0, 48), (4, 2, 12, 4, 64), (9, 2, 5, 1, 128), (3, 1, 1, 1, 4096)]
 
