@@ -25,34 +25,53 @@ struct Packed<4> {
   using type = unsigned;
 };
 
-__device__ __forceinline__ float largest_of_warp(float x) {
-#pragma unroll
-  for (int step = WARP / 2; step; step /= 2) x = fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, step));
-  return x;
-}
+// What 1.5 2^23 and a number of less than 2^22 sum to has the nearest whole number, ties to even, in its last bits.
+constexpr float ROUNDER = 12582912.f;
+constexpr unsigned ROUNDER_BITS = 0x4B400000u;
+// 2^23: a whole number below it, in the last bits of this, is 2^23 plus that number.
+constexpr float WHOLE = 8388608.f;
+constexpr unsigned WHOLE_BITS = 0x4B000000u;
+constexpr float SMALLEST = 1e-36f;  // of a block's largest number: else the inverse of its scale is infinite, so it is 0
 
-__device__ __forceinline__ uint2 join(const int (&q)[PACK], uint2) {
-  unsigned words[2] = {0, 0};
-#pragma unroll
-  for (int k = 0; k < PACK; k++) words[k / 4] |= (unsigned(q[k]) & 0xffu) << (k % 4 * 8);
-  return make_uint2(words[0], words[1]);
-}
+// Whole numbers in words, as fields of BITS. HALF: what makes a field with a sign one without.
+template <int BITS>
+struct Fields {
+  static constexpr unsigned HALF = 1u << (BITS - 1), ONES = BITS == 8 ? 0x01010101u : 0x11111111u;
+  static constexpr int IN_WORD = 32 / BITS, IN_HALF_WORD = 16 / BITS;
 
-__device__ __forceinline__ unsigned join(const int (&q)[PACK], unsigned) {
-  unsigned word = 0;
+  // Of IN_WORD numbers plus ROUNDER. The fields hold numbers without sign, until the last step.
+  static __device__ __forceinline__ unsigned join(const float* rounded) {
+    unsigned word = 0;
 #pragma unroll
-  for (int k = 0; k < PACK; k++) word |= (unsigned(q[k]) & 0xfu) << (k * 4);
-  return word;
-}
+    for (int k = IN_WORD - 1; k >= 0; k--) word = (word << BITS) + __float_as_uint(rounded[k]);
+    return (word - (ROUNDER_BITS - HALF) * ONES) ^ (HALF * ONES);
+  }
 
-__device__ __forceinline__ void split(uint2 from, int (&q)[PACK]) {
-#pragma unroll
-  for (int k = 0; k < PACK; k++) q[k] = int((k < 4 ? from.x : from.y) << (24 - k % 4 * 8)) >> 24;
-}
+  // Where field k begins in its half of the word; and the number in it, times 2 to the power of that: it stays in its place.
+  static __device__ __forceinline__ int place(int k) { return k % IN_HALF_WORD * BITS; }
+  static __device__ __forceinline__ float in_place(unsigned word, int k) {
+    const unsigned half_word = (word ^ (HALF * ONES)) >> (k / IN_HALF_WORD * 16);
+    const unsigned field = half_word & (((1u << BITS) - 1) << place(k));
+    return __uint_as_float(WHOLE_BITS | field) - (WHOLE + float(HALF << place(k)));
+  }
+};
 
-__device__ __forceinline__ void split(unsigned from, int (&q)[PACK]) {
+__device__ __forceinline__ uint2 join(const float (&rounded)[PACK], uint2) {
+  return make_uint2(Fields<8>::join(rounded), Fields<8>::join(rounded + 4));
+}
+__device__ __forceinline__ unsigned join(const float (&rounded)[PACK], unsigned) { return Fields<4>::join(rounded); }
+
+__device__ __forceinline__ float in_place(const uint2& words, int k) {
+  return Fields<8>::in_place(k < 4 ? words.x : words.y, k % 4);
+}
+__device__ __forceinline__ float in_place(unsigned word, int k) { return Fields<4>::in_place(word, k); }
+
+// The largest |x| of a warp's packs. Without their signs, numbers are ordered as their bits are; infinity and NaN are last.
+__device__ __forceinline__ float largest_of_warp(const uint4& from) {
+  unsigned top = 0;  // in the upper 15 bits
 #pragma unroll
-  for (int k = 0; k < PACK; k++) q[k] = int(from << (28 - k * 4)) >> 28;
+  for (const unsigned word : {from.x, from.y, from.z, from.w}) top = max(top, max(word << 17, word << 1));
+  return __uint_as_float(__reduce_max_sync(EVERY_LANE, top) >> 1 & 0x7fff0000u);
 }
 
 template <int BITS>
@@ -63,21 +82,14 @@ __global__ void __launch_bounds__(THREADS)
   const int lane = threadIdx.x % WARP;
   for (int64_t block = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP; block < blocks;
        block += int64_t(gridDim.x) * WARPS) {
-    float y[PACK], top = 0.f, odd = 0.f;
-    unpack(__ldcs(x + block * WARP + lane), y);
+    const uint4 words = __ldcs(x + block * WARP + lane);
+    const float top = largest_of_warp(words), inverse = top >= SMALLEST ? __fdividef(TOP, top) : 0.f;
+    float y[PACK];
+    unpack(words, y);
 #pragma unroll
-    for (int k = 0; k < PACK; k++) {
-      top = fmaxf(top, fabsf(y[k]));
-      odd += y[k] - y[k];  // NaN for what is not finite
-    }
-    top = largest_of_warp(top);
-    const bool finite = __all_sync(EVERY_LANE, odd == 0.f);
-    const float scale = finite ? top * (1.f / TOP) : NAN, inverse = top > 0.f ? __fdividef(TOP, top) : 0.f;
-    int q[PACK];
-#pragma unroll
-    for (int k = 0; k < PACK; k++) q[k] = finite ? __float2int_rn(fminf(fmaxf(y[k] * inverse, -TOP), TOP)) : 0;
-    __stcs(out + block * WARP + lane, join(q, typename Packed<BITS>::type()));
-    if (lane == 0) scales[block] = scale;
+    for (int k = 0; k < PACK; k++) y[k] = fmaf(y[k], inverse, ROUNDER);
+    __stcs(out + block * WARP + lane, join(y, typename Packed<BITS>::type()));
+    if (lane == 0) scales[block] = top < INFINITY ? top * (1.f / TOP) : NAN;
   }
 }
 
@@ -86,19 +98,32 @@ template <int BITS>
 __global__ void __launch_bounds__(THREADS)
     dequantise(const typename Packed<BITS>::type* __restrict__ q, const float* __restrict__ scales, uint4* __restrict__ out,
                int64_t blocks, int ranks) {
+  constexpr int AHEAD = 4;  // ranks whose words a thread asks for before it uses the first
+  constexpr float LAST = 1 << (16 - BITS);  // what a number in its half word's last place is multiplied by
   const int lane = threadIdx.x % WARP;
   for (int64_t block = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP; block < blocks;
        block += int64_t(gridDim.x) * WARPS) {
     float sum[PACK] = {};
-#pragma unroll 4
-    for (int rank = 0; rank < ranks; rank++) {
-      const int64_t at = int64_t(rank) * blocks + block;
-      const float scale = __ldg(scales + at);
-      int one[PACK];
-      split(__ldcs(q + at * WARP + lane), one);
+    for (int rank = 0; rank < ranks; rank += AHEAD) {
+      typename Packed<BITS>::type words[AHEAD] = {};
+      float scale[AHEAD] = {};
 #pragma unroll
-      for (int k = 0; k < PACK; k++) sum[k] += float(one[k]) * scale;
+      for (int u = 0; u < AHEAD; u++) {
+        if (rank + u >= ranks) continue;
+        const int64_t at = int64_t(rank + u) * blocks + block;
+        words[u] = __ldcs(q + at * WARP + lane);
+        scale[u] = __ldg(scales + at);
+      }
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++) {
+        if (rank + u >= ranks) continue;
+        scale[u] *= 1.f / LAST;
+#pragma unroll
+        for (int k = 0; k < PACK; k++) sum[k] += in_place(words[u], k) * scale[u];
+      }
     }
+#pragma unroll
+    for (int k = 0; k < PACK; k++) sum[k] *= LAST / float(1 << Fields<BITS>::place(k));
     __stcs(out + block * WARP + lane, pack(sum));
   }
 }

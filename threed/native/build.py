@@ -66,7 +66,8 @@ CPU = Library(
 )  # fmt: skip
 CUDA = Library(
     "cuda", ".cu", "NVCC", ("nvcc", "/usr/local/cuda/bin/nvcc"),
-    ("-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC", "-cudart=static", "-gencode=arch=compute_80,code=sm_80",
+    ("-std=c++17", "-O3", "-ftz=true", "-shared", "-Xcompiler=-fPIC", "-cudart=static",
+     "-gencode=arch=compute_80,code=sm_80",
      "-gencode=arch=compute_90,code=sm_90", "-gencode=arch=compute_90,code=compute_90"),
 )  # fmt: skip
 LIBRARIES = {library.name: library for library in (CPU, CUDA)}

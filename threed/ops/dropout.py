@@ -1,6 +1,6 @@
 """Dropout by counters (`threed.rng`), with the bias and the residual around it, in one pass: csrc/cuda/dropout.cu.
 
-out = residual + (x + bias) keep / (1 - p)     6 bytes an element of bf16; backward 4: the mask is drawn again
+    out = residual + (x + bias) keep / (1 - p)     6 bytes an element of bf16; backward 4: the mask is drawn again
 """
 
 from __future__ import annotations

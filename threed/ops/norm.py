@@ -13,7 +13,6 @@ from torch import Tensor
 
 from threed.ops import launch, sums
 
-BLOCKS_OF_BACKWARD = 2  # on a multiprocessor: each writes a part of the weights' gradients
 LARGEST = 16384  # numbers in a row
 
 
@@ -65,7 +64,7 @@ def backward(
     fits = all(g.dtype == torch.float32 and g.numel() == h and g.is_contiguous() for g in gradients)
     launch.check(fits, "norm_backward", "dweight and dbias fp32 [h]", *gradients)
     dx = torch.empty_like(dy)
-    blocks = max(1, min(BLOCKS_OF_BACKWARD * launch.processors(dy.device), rows))
+    blocks = max(1, min(blocks_of_backward(h) * launch.processors(dy.device), rows))
     parts = [torch.empty(blocks, h, dtype=torch.float32, device=dy.device) for _ in gradients]
     dw_parts, db_parts = parts[0], parts[1] if dbias is not None else None
     launch.start(
@@ -86,6 +85,12 @@ def backward(
     for part, gradient in zip(parts, gradients, strict=True):
         sums.add_parts(part, gradient, add=add)
     return dx
+
+
+def blocks_of_backward(h: int) -> int:
+    """On a multiprocessor, each of which writes a part of the weights' gradients: enough rows at a time to keep memory
+    busy, and no more."""
+    return 4 if h <= 2048 else 2
 
 
 def _check(

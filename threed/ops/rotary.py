@@ -18,9 +18,7 @@ def angles(length: int, size: int, theta: float, device: torch.device) -> Tensor
 
 def reference(x: Tensor, theta: float) -> Tensor:
     """Rotary positions on heads x [s b a d]."""
-    angle = angles(x.shape[0], x.shape[-1], theta, x.device)[:, None, None].to(
-        torch.promote_types(x.dtype, torch.float32)
-    )
+    angle = angles(x.shape[0], x.shape[-1], theta, x.device)[:, None, None].to(torch.promote_types(x.dtype, torch.float32))
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()), -1)
 

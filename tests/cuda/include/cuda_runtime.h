@@ -5,6 +5,7 @@
 // __syncwarp, a shuffle or a vote.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -129,6 +130,13 @@ inline unsigned __ballot_sync(unsigned mask, bool yes, AT_LINE) {
 }
 inline bool __any_sync(unsigned mask, bool yes, AT_LINE) { return __ballot_sync(mask, yes, file, number) != 0; }
 inline bool __all_sync(unsigned mask, bool yes, AT_LINE) { return __ballot_sync(mask, yes, file, number) == mask; }
+
+// The largest of all lanes, which all take part.
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value, AT_LINE) {
+  for (int step = 16; step; step /= 2)
+    value = std::max(value, __shfl_xor_sync(mask, value, step, 32, file, number));
+  return value;
+}
 
 // Loads and stores with a cache hint: one access of the whole width, as on a GPU.
 #define LOAD_OF(name)                                                                       \
