@@ -161,9 +161,8 @@ __global__ void __launch_bounds__(Shape<OF_ROW>::THREADS, OF_ROW > 8 ? 1 : 2)
         sums.scaled += w[k] * g[k] * normal;
       }
     }
-    sums.scaled = sum_over_row<OF_ROW>(sums.scaled, scratch, turn) * share;
+    sums.scaled = sum_over_row<OF_ROW>(sums.scaled, scratch, turn) * share * scale;
     if (LAYER) sums.plain = sum_over_row<OF_ROW>(sums.plain, scratch, turn) * share;
-    const float along = scale * scale * sums.scaled, shift = scale * sums.plain;  // of x - mean, and of 1
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
       const int at = p * COLUMNS + column;
@@ -172,7 +171,7 @@ __global__ void __launch_bounds__(Shape<OF_ROW>::THREADS, OF_ROW > 8 ? 1 : 2)
       unpack(xs[p], a), unpack(gs[p], g), unpack(__ldg(weight + at), w);
       if (residual) unpack(__ldcs(residual + first + at), d);
 #pragma unroll
-      for (int k = 0; k < PACK; k++) d[k] = d[k] + scale * (w[k] * g[k]) - (a[k] - mean) * along - shift;
+      for (int k = 0; k < PACK; k++) d[k] += scale * (w[k] * g[k] - sums.plain - (a[k] - mean) * sums.scaled);
       __stcs(dx + first + at, pack(d));
     }
   }

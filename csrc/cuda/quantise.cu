@@ -28,50 +28,50 @@ struct Packed<4> {
 // What 1.5 2^23 and a number of less than 2^22 sum to has the nearest whole number, ties to even, in its last bits.
 constexpr float ROUNDER = 12582912.f;
 constexpr unsigned ROUNDER_BITS = 0x4B400000u;
-// 2^23: a whole number below it, in the last bits of this, is 2^23 plus that number.
-constexpr float WHOLE = 8388608.f;
-constexpr unsigned WHOLE_BITS = 0x4B000000u;
 constexpr float SMALLEST = 1e-36f;  // of a block's largest number: else the inverse of its scale is infinite, so it is 0
 
-// Whole numbers in words, as fields of BITS. HALF: what makes a field with a sign one without.
+// A word's whole numbers plus ROUNDER, as fields of BITS: summed as numbers without sign, until the last step.
 template <int BITS>
-struct Fields {
-  static constexpr unsigned HALF = 1u << (BITS - 1), ONES = BITS == 8 ? 0x01010101u : 0x11111111u;
-  static constexpr int IN_WORD = 32 / BITS, IN_HALF_WORD = 16 / BITS;
-
-  // Of IN_WORD numbers plus ROUNDER. The fields hold numbers without sign, until the last step.
-  static __device__ __forceinline__ unsigned join(const float* rounded) {
-    unsigned word = 0;
+__device__ __forceinline__ unsigned word_of(const float* rounded) {
+  constexpr unsigned HALF = 1u << (BITS - 1), ONES = BITS == 8 ? 0x01010101u : 0x11111111u;
+  unsigned word = 0;
 #pragma unroll
-    for (int k = IN_WORD - 1; k >= 0; k--) word = (word << BITS) + __float_as_uint(rounded[k]);
-    return (word - (ROUNDER_BITS - HALF) * ONES) ^ (HALF * ONES);
-  }
-
-  // Where field k begins in its half of the word; and the number in it, times 2 to the power of that: it stays in its place.
-  static __device__ __forceinline__ int place(int k) { return k % IN_HALF_WORD * BITS; }
-  static __device__ __forceinline__ float in_place(unsigned word, int k) {
-    const unsigned half_word = (word ^ (HALF * ONES)) >> (k / IN_HALF_WORD * 16);
-    const unsigned field = half_word & (((1u << BITS) - 1) << place(k));
-    return __uint_as_float(WHOLE_BITS | field) - (WHOLE + float(HALF << place(k)));
-  }
-};
+  for (int k = 32 / BITS - 1; k >= 0; k--) word = (word << BITS) + __float_as_uint(rounded[k]);
+  return (word - (ROUNDER_BITS - HALF) * ONES) ^ (HALF * ONES);
+}
 
 __device__ __forceinline__ uint2 join(const float (&rounded)[PACK], uint2) {
-  return make_uint2(Fields<8>::join(rounded), Fields<8>::join(rounded + 4));
+  return make_uint2(word_of<8>(rounded), word_of<8>(rounded + 4));
 }
-__device__ __forceinline__ unsigned join(const float (&rounded)[PACK], unsigned) { return Fields<4>::join(rounded); }
+__device__ __forceinline__ unsigned join(const float (&rounded)[PACK], unsigned) { return word_of<4>(rounded); }
 
-__device__ __forceinline__ float in_place(const uint2& words, int k) {
-  return Fields<8>::in_place(k < 4 ? words.x : words.y, k % 4);
+// Byte k of a word, less `zero`. whole: the bits of 2^23, which is what they stand for with a byte in the last of them.
+constexpr unsigned WHOLE_BITS = 0x4B000000u;
+__device__ __forceinline__ float byte_of(unsigned word, int k, float zero, unsigned whole) {
+  return __uint_as_float(__byte_perm(word, whole, 0x7540u + k)) - (8388608.f + zero);
 }
-__device__ __forceinline__ float in_place(unsigned word, int k) { return Fields<4>::in_place(word, k); }
+
+// Adds numbers times `scale`; those of 4 bits in the upper halves of bytes as they lie there, 16 times.
+__device__ __forceinline__ void add(float (&sum)[PACK], const uint2& words, float scale, unsigned whole) {
+#pragma unroll
+  for (int k = 0; k < PACK; k++)
+    sum[k] += byte_of((k < 4 ? words.x : words.y) ^ 0x80808080u, k % 4, 128.f, whole) * scale;
+}
+__device__ __forceinline__ void add(float (&sum)[PACK], unsigned word, float scale, unsigned whole) {
+  const unsigned fields = word ^ 0x88888888u, low = fields & 0x0f0f0f0fu, high = fields & 0xf0f0f0f0u;
+#pragma unroll
+  for (int k = 0; k < PACK; k++)
+    sum[k] += byte_of(k % 2 ? high : low, k / 2, k % 2 ? 128.f : 8.f, whole) * scale;
+}
 
 // The largest |x| of a warp's packs. Without their signs, numbers are ordered as their bits are; infinity and NaN are last.
 __device__ __forceinline__ float largest_of_warp(const uint4& from) {
   unsigned top = 0;  // in the upper 15 bits
 #pragma unroll
   for (const unsigned word : {from.x, from.y, from.z, from.w}) top = max(top, max(word << 17, word << 1));
-  return __uint_as_float(__reduce_max_sync(EVERY_LANE, top) >> 1 & 0x7fff0000u);
+#pragma unroll
+  for (int step = WARP / 2; step; step /= 2) top = max(top, __shfl_xor_sync(EVERY_LANE, top, step));
+  return __uint_as_float(top >> 1 & 0x7fff0000u);
 }
 
 template <int BITS>
@@ -98,32 +98,29 @@ template <int BITS>
 __global__ void __launch_bounds__(THREADS)
     dequantise(const typename Packed<BITS>::type* __restrict__ q, const float* __restrict__ scales, uint4* __restrict__ out,
                int64_t blocks, int ranks) {
-  constexpr int AHEAD = 4;  // ranks whose words a thread asks for before it uses the first
-  constexpr float LAST = 1 << (16 - BITS);  // what a number in its half word's last place is multiplied by
+  constexpr int AHEAD = 8;  // ranks whose words a thread asks for before it uses the first
+  // Nothing but itself, yet not a constant to the compiler: so it is in a register, and the bytes' places in instructions.
+  const unsigned whole = WHOLE_BITS + unsigned(ranks < 0);
   const int lane = threadIdx.x % WARP;
   for (int64_t block = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP; block < blocks;
        block += int64_t(gridDim.x) * WARPS) {
     float sum[PACK] = {};
+    const auto* from = q + block * WARP + lane;
+    const float* scale_at = scales + block;
     for (int rank = 0; rank < ranks; rank += AHEAD) {
       typename Packed<BITS>::type words[AHEAD] = {};
       float scale[AHEAD] = {};
 #pragma unroll
-      for (int u = 0; u < AHEAD; u++) {
+      for (int u = 0; u < AHEAD; u++, from += blocks * WARP, scale_at += blocks) {
         if (rank + u >= ranks) continue;
-        const int64_t at = int64_t(rank + u) * blocks + block;
-        words[u] = __ldcs(q + at * WARP + lane);
-        scale[u] = __ldg(scales + at);
+        words[u] = __ldcs(from);
+        scale[u] = __ldg(scale_at);
       }
 #pragma unroll
-      for (int u = 0; u < AHEAD; u++) {
-        if (rank + u >= ranks) continue;
-        scale[u] *= 1.f / LAST;
-#pragma unroll
-        for (int k = 0; k < PACK; k++) sum[k] += in_place(words[u], k) * scale[u];
-      }
+      for (int u = 0; u < AHEAD; u++) add(sum, words[u], scale[u], whole);  // nothing, from a rank that is not there
     }
 #pragma unroll
-    for (int k = 0; k < PACK; k++) sum[k] *= LAST / float(1 << Fields<BITS>::place(k));
+    for (int k = 1; k < PACK; k += 2) sum[k] *= BITS == 4 ? 1.f / 16 : 1.f;
     __stcs(out + block * WARP + lane, pack(sum));
   }
 }

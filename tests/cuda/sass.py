@@ -53,6 +53,19 @@ class Instruction(NamedTuple):
         return bool(re.match(r"D(ADD|MUL|FMA|SETP|MNMX)|MUFU\.\w*64|[A-Z0-9]+\.(.*\.)?F64", self.opcode))
 
     @property
+    def target(self) -> str | None:
+        """The label of the kernel's own that it may jump to. BRA.DIV, for a warp that is not together, counts as not
+        taken: ours always are. ptxas leaves some loops by a CALL to a label, from which nothing returns."""
+        label = self.operands[-1].strip("`()") if self.operands else ""
+        jumps = self.base in ("BRA", "CALL") and ".DIV" not in self.opcode and label.startswith(".L_")
+        return label if jumps else None
+
+    @property
+    def calls(self) -> bool:
+        """Whether it calls a subroutine: a slow division, say."""
+        return self.base == "CALL" and self.target is None
+
+    @property
     def written(self) -> set[int]:
         """Registers that a load writes."""
         first = re.match(r"R(\d+)", self.operands[0]) if self.base in ("LDG", "LDS") else None
@@ -94,7 +107,7 @@ class Code:
         done: list[int] = []
         seen, stack = {0}, [(0, iter(self.next[0]))]
         while stack:
-            block, successors = stack[-1]
+            successors = stack[-1][1]
             if (new := next((s for s in successors if s not in seen), None)) is None:
                 done.append(stack.pop()[0])
             else:
@@ -210,19 +223,18 @@ def _code(text: str) -> Code:
         elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@(\S+)\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;", line):
             operands = tuple(one.strip() for one in found[3].split(",")) if found[3] else ()
             blocks[-1].append(Instruction(found[1] or "", found[2], operands))
-            if blocks[-1][-1].base in ("BRA", "EXIT", "RET", "BRX", "JMP"):
+            if blocks[-1][-1].target or blocks[-1][-1].base in ("EXIT", "RET", "BRX", "JMP"):
                 blocks.append([])
     following = tuple(tuple(_successors(b, n + 1, len(blocks), labels)) for n, b in enumerate(blocks))
     return Code(tuple(tuple(block) for block in blocks), following)
 
 
 def _successors(block: list[Instruction], after: int, count: int, labels: Mapping[str, int]) -> Iterator[int]:
-    """Where a block leads. BRA.DIV, for a warp that is not together, counts as not taken: ours always are."""
+    """Where a block leads."""
     last = block[-1] if block else Instruction("", "NOP", ())
     assert last.base not in ("BRX", "JMP"), f"{last.opcode}: a branch that is not understood"
-    taken = last.base == "BRA" and ".DIV" not in last.opcode
-    if taken:
-        yield labels[last.operands[-1].strip("`()")]
-    certain = last.base in ("EXIT", "RET") or (taken and len(last.operands) == 1)
+    if last.target:
+        yield labels[last.target]
+    certain = last.base in ("EXIT", "RET") or (last.target and len(last.operands) == 1)
     if after < count and (not certain or last.guard):
         yield after

@@ -10,8 +10,8 @@ and sass.py finds the loops in it. A kernel's main loop, on the way through it t
     special   exponentials, roots, quotients and conversions times 2 clocks, as a share of them
     flying    bytes that all resident threads ask for before they use the first of them
 
-This is a budget and no measurement: a kernel within it can be as fast as memory, one outside cannot. An iteration has all
-that a kernel can be given (a residual, a bias); a call without them moves less, in nearly as many instructions.
+This is a budget and no measurement: a kernel within it can be as fast as memory, one outside cannot. An iteration has
+all that a kernel can be given (a residual, a bias); a call without them moves less, in nearly as many instructions.
 """
 
 from __future__ import annotations
