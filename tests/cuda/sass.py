@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 ACCESSES = {"LDG": "load", "STG": "store", "LDS": "shared load", "STS": "shared store"}
 LOCAL = ("LDL", "STL")
-# What the special-function unit executes: 16 lanes a clock of a multiprocessor.
+# What the special-function unit executes, 16 lanes a clock of a multiprocessor: these and conversions.
 SPECIAL = ("MUFU", "I2F", "F2I", "F2F", "FRND")
 NARROWER = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 

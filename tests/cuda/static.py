@@ -17,16 +17,10 @@ all that a kernel can be given (a residual, a bias); a call without them moves l
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib.metadata
 import math
 import os
 import re
-import resource
-import shutil
-import subprocess
 import sys
-import tempfile
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -37,33 +31,20 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # as a script
 
-from tests.cuda import sass  # noqa: E402
-from threed.native.build import CUDA, Unavailable, cache, find_compiler  # noqa: E402
+from tests.cuda import compiled, sass  # noqa: E402
+from threed.native.build import CUDA  # noqa: E402
+from threed.ops import norm  # noqa: E402
 
 TABLE = HERE / "static.toml"
 PINNED = "13.0.88"  # the nvcc that made the table
-# What the library has machine code for, and what a driver would make of its PTX.
-ARCHITECTURES = {"sm_80": "compute_80", "sm_90": "compute_90", "sm_100": "compute_90"}
-FLAGS = tuple(f for f in CUDA.flags if not f.startswith(("-shared", "-cudart", "-gencode", "-Xcompiler")))
-CHECKED = (*FLAGS, "-cubin", "-Xptxas=-v", "-Werror=all-warnings")
 COMPILE_SECONDS = 60  # of CPU, for all sources and architectures
 
 REGISTERS, THREADS, BLOCKS, PARTITIONS = 65536, 2048, 32, 4  # of a multiprocessor
 SHARED = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}
-DYNAMIC = {"cross_entropy.whole": 50304 * 2}  # bytes of dynamic shared memory: GPT-2's vocabulary
+DYNAMIC = {"cross_entropy.whole": 50304 * 2}  # bytes of dynamic shared memory: GPT-2's vocabulary, padded
 # An H200: 4.8 TB/s for 132 multiprocessors of 1.755 GHz.
 BYTES_A_CLOCK = 4.8e12 / 132 / 1.755e9
 SPECIAL_CLOCKS = 2  # 32 lanes at 16 a clock
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What a kernel takes: registers of a thread, bytes of static shared memory of a block, of stack and of spills."""
-
-    registers: int
-    shared: int
-    stack: int
-    spills: int
 
 
 @dataclass(frozen=True)
@@ -73,7 +54,7 @@ class Kernel:
     name: str
     architecture: str
     threads: int
-    resources: Resources
+    resources: compiled.Resources
     code: sass.Code
 
     @property
@@ -91,10 +72,18 @@ class Kernel:
         return min(by_registers, SHARED[self.architecture] // shared, THREADS // self.threads, BLOCKS)
 
     @property
+    def resident(self) -> int:
+        """Those that a multiprocessor gets: a kernel that leaves parts of sums behind is started with few."""
+        if self.plain != "norm.backward":
+            return self.blocks
+        _, warps, packs = map(int, self.name[:-1].split("<")[1].split(","))
+        return min(self.blocks, norm.blocks_of_backward(warps * 32 * packs * 8))
+
+    @property
     def looped(self) -> list[sass.Instruction]:
-        """All instructions in loops; of a kernel that streams outside of loops, all."""
-        everything = range(len(self.code.blocks)) if self._main == [None] else ()
-        return list(self.code.instructions({*everything, *(b for loop in self.code.loops for b in loop.blocks)}))
+        """All instructions in loops; of a kernel without loops, all."""
+        inside = {block for loop in self.code.loops for block in loop.blocks}
+        return list(self.code.instructions(inside or self.code.order))
 
     @functools.cached_property
     def _main(self) -> list[sass.Loop | None]:
@@ -123,7 +112,7 @@ class Kernel:
             most * len(paths),
             _share(sum(p.size * t for p, t in zip(paths, times, strict=True)) / PARTITIONS, memory),
             _share(sum(n * t for n, t in zip(special, times, strict=True)) * SPECIAL_CLOCKS, memory),
-            max(sass.in_flight(code) for code in codes) * self.threads * self.blocks,
+            max(sass.in_flight(code) for code in codes) * self.threads * self.resident,
         )
 
 
@@ -146,49 +135,18 @@ def accesses(code: Iterable[sass.Instruction]) -> Counter[str]:
     return Counter(f"{i.base} {8 * i.width}" for i in code if i.width)
 
 
-# ------------------------------------------------------------------------------------------------------------ compiling
-
-
-def missing() -> str:
-    """Why kernels cannot be looked at here; nothing where they can."""
-    try:
-        find_compiler(CUDA)
-    except Unavailable as reason:
-        return str(reason)
-    return "" if disassembler() else "no nvdisasm: pip install nvidia-cuda-nvdisasm"
-
-
-@functools.cache
-def disassembler() -> str | None:
-    """nvdisasm of the package nvidia-cuda-nvdisasm, else of the PATH."""
-    try:
-        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    inside = [str(file.locate()) for file in files if file.name == "nvdisasm"]
-    return next((path for path in inside if os.access(path, os.X_OK)), shutil.which("nvdisasm"))
-
-
-@functools.cache
-def version() -> str:
-    """nvcc's version: 13.0.88."""
-    found = re.search(r"V(\d+\.\d+\.\d+)", _run([*find_compiler(CUDA), "--version"]))
-    assert found, "nvcc says no version"
-    return found[1]
-
-
 @functools.cache
 def every() -> list[Kernel]:
     """All kernels of csrc/cuda for all architectures."""
-    wanted = [(source, architecture) for architecture in ARCHITECTURES for source in CUDA.sources]
+    wanted = [(source, architecture) for architecture in compiled.ARCHITECTURES for source in CUDA.sources]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        texts = list(pool.map(lambda one: listing(*one), wanted))
+        texts = list(pool.map(lambda one: compiled.listing(*one), wanted))
     return [k for (source, arch), text in zip(wanted, texts, strict=True) for k in kernels(source.stem, arch, text)]
 
 
 def kernels(stem: str, architecture: str, text: str) -> list[Kernel]:
     """The kernels of a source, from its listing."""
-    bounds, resources = sass.threads(text), _resources(text)
+    bounds, resources = sass.threads(text), compiled.resources(text)
     found = [
         Kernel(f"{stem}.{readable(name)}", architecture, bounds[name], resources[name], code)
         for name, code in sass.kernels(text).items()
@@ -209,48 +167,6 @@ def readable(mangled: str) -> str:
     return f"{name}<{','.join(values)}>" if values else name
 
 
-def listing(source: Path, architecture: str) -> str:
-    """What ptxas says of a source, and its machine code; from the cache if nothing has changed."""
-    command, tool = find_compiler(CUDA), disassembler()
-    assert tool is not None
-    target = f"-gencode=arch={ARCHITECTURES[architecture]},code={architecture}"
-    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.cuh")))]
-    parts = [*command, *CHECKED, target, version(), tool, str(Path(tool).stat().st_size), *texts]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    path = cache() / "static" / f"{source.stem}-{architecture}-{key}.sass"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            cubin, out = Path(folder) / "cubin", Path(folder) / "sass"
-            said = _run([*command, *CHECKED, target, str(source), "-o", str(cubin)])
-            out.write_text(said + _run([tool, str(cubin)]))
-            os.replace(out, path)
-    return path.read_text()
-
-
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr or done.stdout
-    return done.stderr + done.stdout
-
-
-def _resources(text: str) -> dict[str, Resources]:
-    """What ptxas reports of each kernel."""
-    found = {}
-    for part in text.split("Compiling entry function '")[1:]:
-        numbers = {
-            what: sum(map(int, re.findall(pattern, part.split("\n\t")[0])))
-            for what, pattern in (
-                ("registers", r"Used (\d+) registers"),
-                ("shared", r"(\d+) bytes smem"),
-                ("stack", r"(\d+) bytes stack frame"),
-                ("spills", r"(\d+) bytes spill"),
-            )
-        }
-        found[part.split("'")[0]] = Resources(**numbers)
-    return found
-
-
 # -------------------------------------------------------------------------------------------------------------- a table
 
 
@@ -269,8 +185,9 @@ def committed() -> dict[str, dict[str, dict[str, int]]]:
 
 
 def _toml(of: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
+    made = f"python tests/cuda/static.py, nvcc {compiled.version()}"
     lines = [
-        f"# Written by `python tests/cuda/static.py` with nvcc {version()}: bytes, and blocks of a multiprocessor."
+        f"# Registers of a thread, bytes of static shared memory, and blocks that a multiprocessor has. By {made}."
     ]
     for architecture, kernels_ in of.items():
         lines.append(f"\n[{architecture}]")
@@ -281,7 +198,9 @@ def _toml(of: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
 
 def _line(k: Kernel) -> str:
     b, code = k.budget, k.looped
-    counts = " ".join(f"{n}x{what.replace(' ', '.')}" for what, n in sorted(accesses(code).items()))
+    found = accesses(code) + Counter(i.base for i in code if i.base in ("BAR", "SHFL", *sass.SPECIAL))
+    found += Counter({"calls": sum(i.calls for i in code), "fp64": sum(i.double for i in code)})
+    counts = " ".join(f"{n}x{what.replace(' ', '.')}" for what, n in sorted(found.items()))
     shares = f"{b.issue:6.0%} {b.special:7.0%} {b.flying / 1024:6.0f}"
     return (
         f"{k.architecture:7}{k.name:28} {k.resources.registers:4} {k.resources.shared:6} {k.threads:4} {k.blocks:3} "
@@ -289,27 +208,16 @@ def _line(k: Kernel) -> str:
     )
 
 
-def compile_seconds() -> float:
-    """CPU time of compiling the whole library, for every architecture."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    more = [f"-gencode=arch={a},code={code}" for code, a in ARCHITECTURES.items()]
-    extra = [flag for flag in more if flag not in CUDA.flags]
-    with tempfile.TemporaryDirectory() as folder:
-        _run([*find_compiler(CUDA), *CUDA.flags, *extra, *map(str, CUDA.sources), "-o", f"{folder}/cuda.so"])
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
 def main() -> int:
     """Prints and writes the table; 1 where the compiler takes too long."""
-    if why := missing():
+    if why := compiled.missing():
         print(why, file=sys.stderr)
         return 2
-    print(f"{'':7}{'':28} regs shared thrd blk bytes  issue special flying KiB, then accesses in loops by bits")
+    print(f"{'':35} regs shared thrd blk bytes  issue special flying KiB, then what loops have: accesses by bits, ...")
     for k in every():
         print(_line(k))
     TABLE.write_text(_toml(table(every())))
-    seconds = compile_seconds()
+    seconds = compiled.compile_seconds()
     print(f"the compiler took {seconds:.0f} s of CPU for all of csrc/cuda; {COMPILE_SECONDS} are allowed")
     return int(seconds > COMPILE_SECONDS)
 
