@@ -42,9 +42,9 @@ __global__ void __launch_bounds__(Shape<OF_ROW>::THREADS)
   __shared__ float scratch[2][OF_ROW];
   const int packs = h / PACK, column = threadIdx.x % (OF_ROW * WARP);
   int turn = 0;
-  const int64_t row = int64_t(blockIdx.x) * Shape<OF_ROW>::ROWS + threadIdx.x / (OF_ROW * WARP);
+  const unsigned row = blockIdx.x * Shape<OF_ROW>::ROWS + threadIdx.x / (OF_ROW * WARP);
   if (row >= rows) return;  // whole warps, of which none waits for another
-  const int64_t first = row * packs;
+  const int64_t first = int64_t(row) * packs;
   float s[PACKS][PACK] = {}, total = 0.f;
 #pragma unroll
   for (int p = 0; p < PACKS; p++) {
@@ -124,7 +124,7 @@ struct Sums {
 };
 
 template <bool LAYER, int OF_ROW, int PACKS>
-__global__ void __launch_bounds__(Shape<OF_ROW>::THREADS, OF_ROW > 8 ? 1 : 2)
+__global__ void __launch_bounds__(Shape<OF_ROW>::THREADS, OF_ROW > 8 ? 1 : PACKS > 1 ? 2 : 4)
     backward(const uint4* __restrict__ dy, const uint4* __restrict__ x, const uint4* __restrict__ weight,
              const float* __restrict__ means, const float* __restrict__ scales, const uint4* __restrict__ residual,
              uint4* __restrict__ dx, float* __restrict__ dw_parts, float* __restrict__ db_parts, int64_t rows, int h,

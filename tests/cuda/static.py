@@ -39,7 +39,7 @@ TABLE = HERE / "static.toml"
 PINNED = "13.0.88"  # the nvcc that made the table
 COMPILE_SECONDS = 60  # of CPU, for all sources and architectures
 
-REGISTERS, THREADS, BLOCKS, PARTITIONS = 65536, 2048, 32, 4  # of a multiprocessor
+REGISTERS, THREADS, BLOCKS, PARTITIONS = 65536, 2048, 32, 4  # of a multiprocessor, as SHARED
 SHARED = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}
 DYNAMIC = {"cross_entropy.whole": 50304 * 2}  # bytes of dynamic shared memory: GPT-2's vocabulary, padded
 # An H200: 4.8 TB/s for 132 multiprocessors of 1.755 GHz.
@@ -69,7 +69,7 @@ class Kernel:
         of_warp = math.ceil(self.resources.registers * 32 / 256) * 256
         by_registers = REGISTERS // of_warp // PARTITIONS * PARTITIONS // warps
         shared = self.resources.shared + DYNAMIC.get(self.plain, 0) + 1024  # the system's own
-        return min(by_registers, SHARED[self.architecture] // shared, THREADS // self.threads, BLOCKS)
+        return min(by_registers, SHARED[self.architecture.split("-")[0]] // shared, THREADS // self.threads, BLOCKS)
 
     @property
     def resident(self) -> int:
@@ -190,7 +190,7 @@ def _toml(of: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
         f"# Registers of a thread, bytes of static shared memory, and blocks that a multiprocessor has. By {made}."
     ]
     for architecture, kernels_ in of.items():
-        lines.append(f"\n[{architecture}]")
+        lines.append(f'\n["{architecture}"]')
         for name, numbers in kernels_.items():
             lines.append(f'"{name}" = {{ {", ".join(f"{k} = {v}" for k, v in numbers.items())} }}')
     return "\n".join(lines) + "\n"
@@ -203,7 +203,7 @@ def _line(k: Kernel) -> str:
     counts = " ".join(f"{n}x{what.replace(' ', '.')}" for what, n in sorted(found.items()))
     shares = f"{b.issue:6.0%} {b.special:7.0%} {b.flying / 1024:6.0f}"
     return (
-        f"{k.architecture:7}{k.name:28} {k.resources.registers:4} {k.resources.shared:6} {k.threads:4} {k.blocks:3} "
+        f"{k.architecture:11}{k.name:28} {k.resources.registers:4} {k.resources.shared:6} {k.threads:4} {k.blocks:3} "
         f"{b.streamed:5} {shares}  {counts}"
     )
 
@@ -213,7 +213,7 @@ def main() -> int:
     if why := compiled.missing():
         print(why, file=sys.stderr)
         return 2
-    print(f"{'':35} regs shared thrd blk bytes  issue special flying KiB, then what loops have: accesses by bits, ...")
+    print(f"{'':39} regs shared thrd blk bytes  issue special flying KiB, then what loops have: accesses by bits, ...")
     for k in every():
         print(_line(k))
     TABLE.write_text(_toml(table(every())))

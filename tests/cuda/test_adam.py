@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda.cases import assert_close, assert_close_in_bf16, assert_coalesced, assert_traffic, in_every_order
+from tests.cuda.cases import assert_close, assert_coalesced, assert_traffic, in_every_order
 from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.ops import adam
 from threed.ops.adam import Adam

@@ -16,14 +16,19 @@ pytestmark = pytest.mark.skipif(bool(compiled.missing()), reason=compiled.missin
 
 ISSUE, SPECIAL, FLYING = 0.65, 0.70, 32 << 10
 
-# Of what may be issued in the time of memory, where that is more than ISSUE.
+# Kernels that issue more than ISSUE, up to this.
 BUSY = {
     # Three instructions for each number of each rank. They come over a network, which is ten times slower than memory.
-    "quantise.dequantise<8>": 0.71,
-    "quantise.dequantise<4>": 1.25,
+    "quantise.dequantise<8>": 0.77,
+    "quantise.dequantise<4>": 1.33,
+    # Ten rounds of Philox for four numbers. Without a residual two thirds are moved, in nearly as many instructions.
+    "dropout.dropout": 0.66,
+    # Rows of at most 256 numbers, 16 bytes of each tensor for a thread: what a row costs once is much of it.
+    "norm.forward<1,1,1>": 0.66,
 }
-# A call of dropout without a residual moves two thirds: ten rounds of Philox are nearly all that it does.
-DROPOUT_ALONE = 0.92
+DROPOUT_ALONE = 0.99
+# Kernels that ask for less than FLYING, down to this, in machine code for sm_100: what they issue limits both.
+SLOW = {"quantise.dequantise<4>": 18 << 10, "dropout.dropout": 24 << 10}
 
 ROW = "one number of a row, for all threads or from one"
 WORD = "eight numbers of 4 or 8 bits"
@@ -74,13 +79,19 @@ def test_memory_leaves_time_for_every_instruction(kernels: list[Kernel]) -> None
     budgets = {k.name: k.budget for k in kernels}
     assert not [(name, b.issue) for name, b in budgets.items() if b.issue > BUSY.get(name, ISSUE)]
     assert not [(name, b.special) for name, b in budgets.items() if b.special > SPECIAL]
-    assert all(budgets[name].issue > ISSUE for name in BUSY), "no exception any more"
     assert budgets["dropout.dropout"].issue * 48 / 32 <= DROPOUT_ALONE
     assert {name for name, b in budgets.items() if not b.streamed} == SMALL
 
 
 def test_enough_is_asked_for_ahead(kernels: list[Kernel]) -> None:
-    assert not [(k.name, k.budget.flying) for k in kernels if k.budget.flying < FLYING and k.name not in SMALL]
+    budgets = {k.name: k.budget.flying for k in kernels if k.name not in SMALL}
+    least = SLOW if kernels[0].architecture == "sm_100" else {}
+    assert not [(name, flying) for name, flying in budgets.items() if flying < least.get(name, FLYING)]
+
+
+def test_exceptions_are_needed() -> None:
+    assert set(BUSY) == {k.name for k in static.every() if k.budget.issue > ISSUE}
+    assert set(SLOW) == {k.name for k in static.every() if k.budget.flying < FLYING} - SMALL
 
 
 def test_resources_are_those_of_the_table(kernels: list[Kernel]) -> None:
