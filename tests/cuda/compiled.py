@@ -49,6 +49,8 @@ def missing() -> str:
         find_compiler(CUDA)
     except Unavailable as reason:
         return str(reason)
+    if tuple(map(int, version().split("."))) < (12, 8):
+        return f"nvcc {version()} does not know sm_100: 12.8 does"
     return "" if disassembler() else "no nvdisasm: pip install nvidia-cuda-nvdisasm"
 
 
