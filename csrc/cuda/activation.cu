@@ -76,9 +76,12 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // gelu(x) = x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3): its tanh form, tanh(u) = 2 sigmoid(2 u) - 1.
-constexpr float CUBIC = 0.044715f, TWICE = 1.59576912f;  // 2 sqrt(2/pi)
+constexpr float CUBIC = 0.044715f, TWICE = 1.59576912f, LOG2E = 1.44269504f;  // TWICE: 2 sqrt(2/pi)
 
-__device__ __forceinline__ float gelu_sigmoid(float x) { return sigmoid(TWICE * x * (1.f + CUBIC * x * x)); }
+// sigmoid(2 u), from x and its square: constants are multiplied into the polynomial.
+__device__ __forceinline__ float gelu_sigmoid(float x, float square) {
+  return __fdividef(1.f, 1.f + exp2f(x * fmaf(-TWICE * LOG2E * CUBIC, square, -TWICE * LOG2E)));
+}
 
 __device__ __forceinline__ void load_bias(float (&b)[PACK], const uint4* bias, int64_t at) {
   if (bias) unpack(__ldg(bias + at), b);
@@ -102,7 +105,10 @@ __global__ void __launch_bounds__(THREADS)
       float y[PACK];
       unpack(words[u], y);
 #pragma unroll
-      for (int k = 0; k < PACK; k++) y[k] = (y[k] + b[k]) * gelu_sigmoid(y[k] + b[k]);
+      for (int k = 0; k < PACK; k++) {
+        const float in = y[k] + b[k];
+        y[k] = in * gelu_sigmoid(in, in * in);
+      }
       __stcs(out + (row + u) * packs + at, pack(y));
     }
   }
@@ -132,8 +138,9 @@ __global__ void __launch_bounds__(THREADS)
       unpack(words[u], y), unpack(gradients[u], d);
 #pragma unroll
       for (int k = 0; k < PACK; k++) {
-        const float in = y[k] + b[k], s = gelu_sigmoid(in);
-        d[k] *= s + in * s * (1.f - s) * TWICE * (1.f + 3.f * CUBIC * in * in);
+        const float in = y[k] + b[k], square = in * in, s = gelu_sigmoid(in, square);
+        const float slope = in * fmaf(3.f * CUBIC * TWICE, square, TWICE);  // d(2 u)/dx x
+        d[k] *= fmaf(s, fmaf(-s, slope, slope), s);
         db[k] += d[k];
       }
       __stcs(dx + (row + u) * packs + at, pack(d));

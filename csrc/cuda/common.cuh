@@ -69,12 +69,16 @@ __device__ __forceinline__ float sum_over_warp(float x) {
 // several takes turns between two.
 template <int WARPS>
 __device__ __forceinline__ float sum_over_block(float x, float* scratch) {
+  static_assert(WARPS <= WARP && (WARPS & (WARPS - 1)) == 0, "a power of two");
   x = sum_over_warp(x);
   if (WARPS == 1) return x;
   const int lane = threadIdx.x % WARP;
   if (lane == 0) scratch[threadIdx.x / WARP] = x;
   __syncthreads();
-  return sum_over_warp(lane < WARPS ? scratch[lane] : 0.f);
+  x = scratch[lane % WARPS];  // as many neighbours as there are warps have all of their sums
+#pragma unroll
+  for (int step = WARPS / 2; step; step /= 2) x += __shfl_xor_sync(EVERY_LANE, x, step);
+  return x;
 }
 
 // ------------------------------------------------------------------------------------------------------------ launches

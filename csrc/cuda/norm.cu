@@ -3,7 +3,7 @@
 //   forward    s = x + residual + bias, rounded to bf16;  y = norm(s)          8 bytes an element, 4 without the addition
 //   backward   ds = d norm(s)/ds dy + dresidual;  dw, db: sums over rows       8 bytes, 6 without dresidual
 //
-// A row belongs to one warp, or to a block of 8 or 16, and lies in registers: every thread has the same columns of all its
+// A row belongs to one warp, or to a block of 4, 8 or 16, and lies in registers: every thread has the same columns of all its
 // rows. So the backward's blocks walk over rows and keep their part of the weights' gradients in registers, too; the parts
 // [blocks h] are summed by sums.cu. All sums are fp32, in an order that the shape and the number of blocks decide.
 
@@ -14,7 +14,7 @@ namespace {
 // LAYER: LayerNorm. OF_ROW: warps of a row. PACKS: of a thread; h <= OF_ROW * WARP * PACK * PACKS, a multiple of PACK.
 template <int OF_ROW>
 struct Shape {
-  static constexpr int THREADS = OF_ROW > 8 ? OF_ROW * WARP : 256;
+  static constexpr int THREADS = OF_ROW > 1 ? OF_ROW * WARP : 256;
   static constexpr int ROWS = THREADS / (OF_ROW * WARP);  // of a block at a time
 };
 
@@ -42,15 +42,15 @@ __global__ void __launch_bounds__(Shape<OF_ROW>::THREADS)
   __shared__ float scratch[2][OF_ROW];
   const int packs = h / PACK, column = threadIdx.x % (OF_ROW * WARP);
   int turn = 0;
-  const int64_t row = int64_t(blockIdx.x) * Shape<OF_ROW>::ROWS + threadIdx.x / (OF_ROW * WARP);
+  const unsigned row = blockIdx.x * Shape<OF_ROW>::ROWS + threadIdx.x / (OF_ROW * WARP);
   if (row >= rows) return;  // whole warps, of which none waits for another
-  const int64_t first = row * packs;
+  const int64_t first = int64_t(row) * packs;
   float s[PACKS][PACK] = {}, total = 0.f;
 #pragma unroll
   for (int p = 0; p < PACKS; p++) {
     const int at = p * OF_ROW * WARP + column;
     if (at >= packs) continue;
-    add(s[p], __ldcs(x + first + at));
+    unpack(__ldcs(x + first + at), s[p]);
     if (residual) add(s[p], __ldcs(residual + first + at));
     if (before) add(s[p], __ldg(before + at));
     if (sum) {
@@ -63,13 +63,16 @@ __global__ void __launch_bounds__(Shape<OF_ROW>::THREADS)
   }
   total = sum_over_row<OF_ROW>(total, scratch, turn) * share;
   const float mean = LAYER ? total : 0.f;
-  if (LAYER) {
+  if (LAYER) {  // from here on, s without its mean
     float squares = 0.f;
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
       if (p * OF_ROW * WARP + column >= packs) continue;
 #pragma unroll
-      for (int k = 0; k < PACK; k++) squares += (s[p][k] - mean) * (s[p][k] - mean);
+      for (int k = 0; k < PACK; k++) {
+        s[p][k] -= mean;
+        squares += s[p][k] * s[p][k];
+      }
     }
     total = sum_over_row<OF_ROW>(squares, scratch, turn) * share;
   }
@@ -86,7 +89,7 @@ __global__ void __launch_bounds__(Shape<OF_ROW>::THREADS)
     unpack(__ldg(weight + at), w);
     if (LAYER && bias) unpack(__ldg(bias + at), b);
 #pragma unroll
-    for (int k = 0; k < PACK; k++) w[k] = (s[p][k] - mean) * scale * w[k] + b[k];
+    for (int k = 0; k < PACK; k++) w[k] = s[p][k] * scale * w[k] + b[k];
     __stcs(y + first + at, pack(w));
   }
 }
@@ -121,7 +124,7 @@ struct Sums {
 };
 
 template <bool LAYER, int OF_ROW, int PACKS>
-__global__ void __launch_bounds__(Shape<OF_ROW>::THREADS, OF_ROW > 8 ? 1 : 2)
+__global__ void __launch_bounds__(Shape<OF_ROW>::THREADS, OF_ROW > 8 ? 1 : PACKS > 1 ? 2 : 4)
     backward(const uint4* __restrict__ dy, const uint4* __restrict__ x, const uint4* __restrict__ weight,
              const float* __restrict__ means, const float* __restrict__ scales, const uint4* __restrict__ residual,
              uint4* __restrict__ dx, float* __restrict__ dw_parts, float* __restrict__ db_parts, int64_t rows, int h,
@@ -158,7 +161,7 @@ __global__ void __launch_bounds__(Shape<OF_ROW>::THREADS, OF_ROW > 8 ? 1 : 2)
         sums.scaled += w[k] * g[k] * normal;
       }
     }
-    sums.scaled = sum_over_row<OF_ROW>(sums.scaled, scratch, turn) * share;
+    sums.scaled = sum_over_row<OF_ROW>(sums.scaled, scratch, turn) * share * scale;
     if (LAYER) sums.plain = sum_over_row<OF_ROW>(sums.plain, scratch, turn) * share;
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
@@ -168,8 +171,7 @@ __global__ void __launch_bounds__(Shape<OF_ROW>::THREADS, OF_ROW > 8 ? 1 : 2)
       unpack(xs[p], a), unpack(gs[p], g), unpack(__ldg(weight + at), w);
       if (residual) unpack(__ldcs(residual + first + at), d);
 #pragma unroll
-      for (int k = 0; k < PACK; k++)
-        d[k] += scale * (w[k] * g[k] - sums.plain - (a[k] - mean) * scale * sums.scaled);
+      for (int k = 0; k < PACK; k++) d[k] += scale * (w[k] * g[k] - sums.plain - (a[k] - mean) * sums.scaled);
       __stcs(dx + first + at, pack(d));
     }
   }
@@ -189,7 +191,7 @@ template <class F>
 int with_shape(int64_t packs, F start) {
   if (packs <= Kernel<1, 1>::MOST) return start(Kernel<1, 1>());
   if (packs <= Kernel<1, 4>::MOST) return start(Kernel<1, 4>());
-  if (packs <= Kernel<8, 1>::MOST) return start(Kernel<8, 1>());
+  if (packs <= Kernel<4, 2>::MOST) return start(Kernel<4, 2>());
   if (packs <= Kernel<8, 2>::MOST) return start(Kernel<8, 2>());
   if (packs <= Kernel<16, 2>::MOST) return start(Kernel<16, 2>());
   if (packs <= Kernel<16, 4>::MOST) return start(Kernel<16, 4>());

@@ -38,7 +38,7 @@ EPS = 1e-5
 
 
 def threads_of_a_row(h: int) -> int:
-    return next(threads for most, threads in ((1024, 32), (4096, 256), (16384, 512)) if h <= most)
+    return next(threads for most, threads in ((1024, 32), (2048, 128), (4096, 256), (16384, 512)) if h <= most)
 
 
 def vectors(h: int, layer: bool) -> tuple[Tensor, Tensor | None]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from threed import device
 from threed.ops import launch, sums
 
-BLOCKS_OF_BACKWARD = 2  # on a multiprocessor: each writes a part of the weights' gradients
 LARGEST = 16384  # numbers in a row
 
 
@@ -95,7 +94,7 @@ def _start_backward(
     fits = all(g.dtype == torch.float32 and g.numel() == h and g.is_contiguous() for g in gradients)
     launch.check(fits, "norm_backward", "dweight and dbias fp32 [h]", *gradients)
     dx = torch.empty_like(dy)
-    blocks = max(1, min(BLOCKS_OF_BACKWARD * device.processors(dy.device), rows))
+    blocks = max(1, min(blocks_of_backward(h) * device.processors(dy.device), rows))
     parts = [torch.empty(blocks, h, dtype=torch.float32, device=dy.device) for _ in gradients]
     launch.start(
         "norm_backward", dy, total, weight, means, scales, residual, dx, parts[0],
@@ -104,6 +103,12 @@ def _start_backward(
     for part, gradient, adds in zip(parts, gradients, (add, add_bias), strict=False):
         sums.add_parts(part, gradient, add=adds)
     return dx
+
+
+def blocks_of_backward(h: int) -> int:
+    """On a multiprocessor, each of which writes a part of the weights' gradients: enough rows at a time to keep memory
+    busy, and no more."""
+    return 4 if h <= 2048 else 2
 
 
 def _check(

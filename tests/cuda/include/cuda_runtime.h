@@ -156,6 +156,12 @@ inline unsigned __float_as_uint(float x) { return unsigned(emulator::bits_of(x))
 inline float __int_as_float(int x) { return emulator::value_of<float>(unsigned(x)); }
 inline int __float_as_int(float x) { return int(emulator::bits_of(x)); }
 inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t bytes = low | uint64_t(high) << 32;
+  unsigned out = 0;
+  for (int k = 0; k < 4; k++) out |= unsigned(bytes >> (selector >> 4 * k & 7) * 8 & 0xff) << 8 * k;
+  return out;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
 inline float __expf(float x) { return std::exp2(x * 1.442695040888963f); }
 inline float __logf(float x) { return std::log2(x) * 0.6931471805599453f; }
