@@ -135,9 +135,7 @@ FAULTS = {
         "quantise.cu", "__stcs(out + block * WARP + lane, join", "__stcs(out + block * WARP + lane / 2, join",
         quantised, "race",
     ),
-    "the sign of a number": Planted(
-        "quantise.cu", "<< (24 - k % 4 * 8)) >> 24", "<< (24 - k % 4 * 8)) >> 23", quantised, None
-    ),
+    "the sign of a number": Planted("quantise.cu", "^ 0x80808080u", "^ 0x00808080u", quantised, None),
     "a part is left out": Planted("sums.cu", "part = warp;", "part = warp + 1;", summed, None),
     "columns beyond the last": Planted("sums.cu", "row < rows && at < packs", "row < rows", summed, BEYOND),
 }  # fmt: skip
