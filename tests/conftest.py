@@ -40,7 +40,7 @@ LONGEST = (
     "test_scale", "test_step_weights", "test_own_models", "test_benchmarks", "test_zero_tile", "test_boundary",
     "test_docs", "test_deepspeed_offload_run", "test_zero_offload_memory", "test_wrapped_elsewhere",
     "test_zero_resume", "test_users_probes", "test_precision_wire", "test_zero_wrapped_edges", "test_zero_meta",
-    "test_zero_offload_faults", "test_deepspeed",
+    "test_zero_offload_faults", "test_deepspeed", "test_norm", "test_cuda_engine", "test_planted",
 )  # fmt: skip
 
 
