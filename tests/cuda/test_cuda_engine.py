@@ -25,6 +25,7 @@ CASES = {
     "llama": ({"model": "llama"}, LLAMA),
     "dropout": ({"model": "gpt", "dropout": 0.25}, GPT | {"dropout"}),
     "zero 3, full recompute": ({"model": "llama", "zero": 3, "recompute": "full"}, LLAMA),
+    "odd places": ({"model": "qwen-tied"}, set()),  # a width of 70, which lies before norms; norms of heads
     "selective recompute": ({"model": "gpt", "recompute": "selective"}, GPT),
 }
 

@@ -50,10 +50,12 @@ def fused(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | Non
 
 def add_and_norm(module: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """x + residual, and what a norm (any module) makes of that."""
-    if isinstance(module, LayerNorm | RMSNorm) and norm.fits(x, module.width) and launch.packed(residual):
+    if isinstance(module, LayerNorm | RMSNorm):
         bias = module.bias if isinstance(module, LayerNorm) else None
-        both: tuple[Tensor, Tensor] = fused(x, residual, module.weight, bias, module.eps, isinstance(module, LayerNorm))
-        return both
+        if norm.fits(x, module.weight, bias) and launch.packed(residual):
+            layer = isinstance(module, LayerNorm)
+            both: tuple[Tensor, Tensor] = fused(x, residual, module.weight, bias, module.eps, layer)
+            return both
     total = x + residual
     return total, module(total)
 
@@ -77,7 +79,7 @@ class LayerNorm(nn.Module):
         return 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if norm.fits(x, self.width):
+        if norm.fits(x, self.weight, self.bias):
             return fused(x, None, self.weight, self.bias, self.eps, True)
         return F.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
 
@@ -98,6 +100,6 @@ class RMSNorm(nn.Module):
         return 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if norm.fits(x, self.width):
+        if norm.fits(x, self.weight):
             return fused(x, None, self.weight, None, self.eps, False)
         return F.rms_norm(x, (self.width,), self.weight, self.eps)

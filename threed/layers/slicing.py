@@ -188,7 +188,7 @@ class VectorGradient:
     def __init__(self, param: Tensor) -> None:
         self._sink, self._dtype = sink_of(param), param.dtype
         found = None if self._sink is None else self._sink.memory()
-        self._direct = found is not None and found[0].dtype == torch.float32
+        self._direct = found is not None and found[0].dtype == torch.float32 and launch.aligned(found[0])
         if found is not None and self._direct:
             self.out, self.add = found[0].view(-1), found[1]
         else:

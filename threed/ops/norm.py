@@ -36,9 +36,12 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer:
     return y if bias is None else y + bias
 
 
-def fits(x: Tensor, h: int) -> bool:
-    """Returns whether the kernel takes rows x [... h]."""
-    return h % 8 == 0 and 0 < h <= LARGEST and launch.ready(x) and launch.packed(x)
+def fits(x: Tensor, *vectors: Tensor | None) -> bool:
+    """Returns whether the kernel takes rows x [... h] and its weights [h], which may lie at odd places of a buffer."""
+    h = x.shape[-1]
+    if h % 8 or not 0 < h <= LARGEST or not launch.ready(x):
+        return False
+    return launch.packed(x) and all(vector is None or launch.packed(vector) for vector in vectors)
 
 
 def forward(
