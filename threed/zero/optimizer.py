@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from threed import collectives
-from threed.device import synchronize
-from threed.memory.tiers import InMemory, StagedBuffer, Storage
+from threed.device import is_accelerator, synchronize
+from threed.memory.tiers import InMemory, StagedBuffer, Storage, start_copy
 from threed.ops.update import Rule, StepScalars
 from threed.precision import LossScale, Scaler
 from threed.topology import Axis
@@ -109,11 +109,12 @@ class Optimizer:
         return Update(norm, lr, scale, skip, sums[2:])
 
     def _update_all(self, gradients: Sequence[Gradient], now: StepScalars) -> None:
-        if self.layout.policy.optimizer_tier is not None:
-            now = StepScalars(now.lr.cpu(), now.step.cpu(), now.scale.cpu(), now.skip.cpu())
         self.publish_delayed()
-        if self.on_host and bool(now.skip):
-            return
+        if self.on_host:
+            read = _on_host(now)
+            now = now if self.layout.policy.optimizer_tier is None else read
+            if bool(read.skip):
+                return
         self.let_device_read()
         if self.delayed is not None:
             kept = [Gradient(_copy_to_host(g.storage), g.squares) for g in gradients]
@@ -146,7 +147,7 @@ class Optimizer:
         if beside:
             buffers[PARAMETER] = storage.empty()
         out = buffers[PARAMETER].values if beside else None
-        self._apply_rule(state, (weight, gradient.to(weight.device), *moments), now, options.decay, out)
+        self._apply_rule(state, (weight, start_copy(gradient, weight.device).wait(), *moments), now, options.decay, out)
         buffers.pop(GRADIENT).drop()
         if beside:
             buffers.pop(PARAMETER).store()
@@ -241,13 +242,19 @@ class Optimizer:
 
     def let_device_read(self) -> None:
         """Waits until the GPU has finished its reads of host memory, which is about to change."""
-        if self.on_host and self.updates.is_cuda:
+        if self.on_host and is_accelerator(self.updates.device):
             synchronize(self.updates.device)
 
     def settle(self) -> None:
         """Waits until updates are done, and the parameters that stay whole are gathered."""
         self.publish_delayed()
         self.gatherer.settle()
+
+
+def _on_host(now: StepScalars) -> StepScalars:
+    """Returns a step's scalars on the host, by one copy."""
+    together = torch.stack((now.lr, now.step, now.scale, now.skip))
+    return StepScalars(*start_copy(together, torch.device("cpu")).wait().unbind())
 
 
 def _copy_to_host(storage: Storage) -> InMemory:
