@@ -92,7 +92,8 @@ def copy_stream(device: torch.device, direction: str) -> torch.Stream:
 def start_copy_in(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Returns values on a device, in a dtype (by default theirs); the host does not wait for a copy to a GPU.
 
-    Values that are not page-locked are copied to page-locked memory first; torch keeps that until it was read.
+    Values that are not page-locked are copied to page-locked memory first, which torch keeps until it was read; those
+    that are must not change before the GPU has read them.
     """
     if values.device.type == "cpu" and is_accelerator(device):
         values = values.pin_memory()

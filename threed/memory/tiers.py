@@ -129,6 +129,28 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
     return Pending(finish)
 
 
+class Copied:
+    """A staged buffer of which a copy is on its way to another device; only the copy is read."""
+
+    def __init__(self, staged: StagedBuffer, device: torch.device) -> None:
+        self._staged, self._copy = staged, start_copy(staged.wait(), device)
+
+    @property
+    def values(self) -> Tensor:
+        return self._copy.wait()
+
+    def wait(self) -> Tensor:
+        return self._copy.wait()
+
+    def store(self) -> None:
+        """Refuses: the values are elsewhere."""
+        raise RuntimeError("a copy is not written back")
+
+    def drop(self) -> None:
+        self._copy.wait()
+        self._staged.drop()
+
+
 class Drive:
     """The tier of a swap file: storages in it, and `count` buffers of `nbytes` for staged values.
 
