@@ -23,6 +23,7 @@ from tests.configs import Case, config_of
 from tests.covering import Space, Values
 from threed import collectives
 from threed.config import Config, resolve
+from threed.forecast import Forecast
 from threed.layers import Slicing
 from threed.models import GPT
 from threed.sharding import spec_of
@@ -251,7 +252,9 @@ def test_metrics_may_be_read_after_the_step() -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("arch", "rank", "microbatches"), [("llama", 0, 8), ("gpt", 513, 8), ("llama", 1023, 32)])
 def test_a_rank_of_1024_trains_a_hundred_billion_parameters(arch: str, rank: int, microbatches: int) -> None:
-    config = Config.model_validate({
+    """Its peak is the forecast's. Llama's is up to 14 % lower: a GPU keeps less of RMSNorm and SiLU in one kernel each
+    than the forecast finds in their pieces."""
+    given = Config.model_validate({
         "parallel": {"pp": 8, "tp": 8},
         "precision": {"dtype": "bf16"},
         "model": {
@@ -261,9 +264,11 @@ def test_a_rank_of_1024_trains_a_hundred_billion_parameters(arch: str, rank: int
         "recompute": {"mode": "selective"},
         "train": {"micro_batch": 1, "global_batch": 16 * microbatches, "steps": 10},
     })  # fmt: skip
+    config = resolve(given, 128_000, 1024)
+    forecast = Forecast.of(config, 1024).ranks[rank].bytes["peak"]
     began = time.perf_counter()
     with pretending(rank, 1024) as device:
-        engine = device.engine(resolve(config, 128_000, 1024))
+        engine = device.engine(config)
         built = time.perf_counter()
         device.step(engine)
         assert [fault for fault in device.faults if not fault.place.endswith(FIRST_STEP)] == []
@@ -272,10 +277,11 @@ def test_a_rank_of_1024_trains_a_hundred_billion_parameters(arch: str, rank: int
     whole = sum(math.prod(piece.shape) for spec in held for piece in spec.pieces)
     print(
         f"{arch}, rank {rank} of 1,024, {whole / 1e9:.0f} billion parameters: built in {built - began:.1f} s, step in"
-        f" {seconds - built + began:.1f} s, {sum(device.launches.values())} kernels, {gib:.1f} GiB at most,"
-        f" {device.communicated / 2**30:.1f} GiB to collectives"
+        f" {seconds - built + began:.1f} s, {sum(device.launches.values())} kernels, {gib:.1f} GiB at most"
+        f" (forecast {forecast / 2**30:.1f}), {device.communicated / 2**30:.1f} GiB to collectives"
     )
     assert whole > 95e9
+    assert (0.99 if arch == "gpt" else 0.85) <= device.memory.most / forecast <= 1.01
 
 
 def test_kernels_a_layer_launches_for_a_micro_batch() -> None:
