@@ -17,6 +17,18 @@ def test_on_a_cpu_nothing_is_asked_of_a_gpu() -> None:
     assert device.peak_bytes(CPU) == 0
 
 
+def test_what_has_memory_of_its_own() -> None:
+    kinds = {"cpu": False, "meta": False, "cuda": True, "xpu": True}
+    assert {kind: device.is_accelerator(torch.device(kind)) for kind in kinds} == kinds
+
+
+def test_values_of_the_host_stay_the_same_tensor_on_the_host() -> None:
+    values = torch.arange(3.0)
+    assert device.start_copy_in(values, CPU) is values
+    assert device.start_copy_in(values, CPU, torch.float64).dtype == torch.float64
+    assert device.start_copy_in(values, torch.device("meta")).is_meta
+
+
 def test_generators_draw_the_same_again() -> None:
     states = device.rng_states(CPU)
     first = torch.rand(3)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from threed import collectives
 from threed.config import Config
+from threed.device import start_copy_in
 from threed.layers import MicroBatch
 from threed.models import Model, Wrapped
 from threed.models.counting import count_items, with_some_label
@@ -111,7 +112,7 @@ class Batches:
 
     def _placed(self, value: Tensor) -> Tensor:
         """On the device, and in the compute dtype if it is a number with a point."""
-        return value.to(self.topology.device, self.dtype if value.is_floating_point() else value.dtype)
+        return start_copy_in(value, self.topology.device, self.dtype if value.is_floating_point() else value.dtype)
 
     def _weight(self, valid: Tensor, scale: Tensor | float) -> Tensor | None:
         """The loss scale / the global number of valid items; needed, and so agreed upon, where the model ends only."""

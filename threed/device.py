@@ -3,7 +3,8 @@
     with beside(copy_stream(device, "out")):      copies in here run beside what the device computes
     current_stream(device).wait_event(event)      ... until something waits for them
 
-Devices are looked for only where CUDA is: the collectives off the CPU are NCCL's.
+Devices are looked for only where CUDA is: the collectives off the CPU are NCCL's. A device of another kind may be given
+to a `Topology`: `is_accelerator` tells it from the host, and what only CUDA has is left out for it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ current_stream = torch.accelerator.current_stream
 synchronize = torch.accelerator.synchronize
 
 
+def is_accelerator(device: torch.device) -> bool:
+    """Whether tensors there have values, in memory that is not the host's."""
+    return device.type not in ("cpu", "meta")
+
+
 def count() -> int:
     """GPUs that this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -31,7 +37,7 @@ def current() -> torch.device:
 
 def use(device: torch.device) -> None:
     """Makes a GPU the one that this process works on."""
-    if device.type == "cuda":
+    if is_accelerator(device):
         torch.accelerator.set_device_index(device)
 
 
@@ -94,6 +100,17 @@ def made_current(device: torch.device) -> AbstractContextManager[object]:
 def processors(device: torch.device) -> int:
     """The multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def start_copy_in(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns values on a device, in a dtype (by default theirs); the host does not wait for a copy to a GPU.
+
+    Values that are not page-locked are copied to page-locked memory first, which torch keeps until it was read; those
+    that are must not change before the GPU has read them.
+    """
+    if values.device.type == "cpu" and is_accelerator(device):
+        values = values.pin_memory()
+    return values.to(device, dtype or values.dtype, non_blocking=True)
 
 
 def stream_address(device: torch.device) -> int | None:

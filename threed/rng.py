@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,15 +34,16 @@ def key(seed: int, name: str) -> tuple[int, int]:
 def philox(counter: Sequence[Tensor | int], stream: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four words (int64 tensors holding 32 bits each) for every counter of four broadcastable 32-bit words.
 
-    A 32 x 32-bit product wraps in int64, but its bits are right modulo 2^64, and masking undoes the sign.
+    A 32 x 32-bit product wraps in int64, but its bits are right modulo 2^64, and masking undoes the sign. Numbers of
+    Python stay such, where the product does not wrap at all: no scalar of the host meets a tensor of a GPU.
     """
-    c0, c1, c2, c3 = (torch.as_tensor(c, dtype=torch.int64) for c in counter)
+    c0, c1, c2, c3 = counter
     k0, k1 = stream
     for _ in range(10):
         p0, p1 = c0 * _M0, c2 * _M1
         c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
-    return c0, c1, c2, c3
+    return cast(tuple[Tensor, Tensor, Tensor, Tensor], (c0, c1, c2, c3))
 
 
 def _unit(word: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from threed import device as gpu
 from threed.collectives import Pending, done
-from threed.device import beside, copy_stream
+from threed.device import beside, copy_stream, is_accelerator
 from threed.memory.io import Disk, Transfer
 from threed.memory.pool import Pool
 
@@ -114,7 +114,7 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
     """
     if values.device == device:
         return done(values)
-    if not (values.is_cuda and device.type == "cpu"):
+    if not (is_accelerator(values.device) and device.type == "cpu"):
         return done(values.to(device))
     stream = copy_stream(values.device, "out")
     with beside(stream):
@@ -127,6 +127,28 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
         return out
 
     return Pending(finish)
+
+
+class Copied:
+    """A staged buffer of which a copy is on its way to another device; only the copy is read."""
+
+    def __init__(self, staged: StagedBuffer, device: torch.device) -> None:
+        self._staged, self._copy = staged, start_copy(staged.wait(), device)
+
+    @property
+    def values(self) -> Tensor:
+        return self._copy.wait()
+
+    def wait(self) -> Tensor:
+        return self._copy.wait()
+
+    def store(self) -> None:
+        """Refuses: the values are elsewhere."""
+        raise RuntimeError("a copy is not written back")
+
+    def drop(self) -> None:
+        self._copy.wait()
+        self._staged.drop()
 
 
 class Drive:

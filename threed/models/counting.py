@@ -98,7 +98,7 @@ def count_items(inputs: Inputs, shifted: bool) -> Tensor:
     labels = whole_labels(inputs)
     if labels is None:
         first = next(value for value in inputs.values() if isinstance(value, Tensor))
-        return torch.tensor(float(len(first)), dtype=torch.float64, device=first.device)
+        return torch.full((), float(len(first)), dtype=torch.float64, device=first.device)
     return ((labels[:, 1:] if shifted else labels) >= 0).sum().double()
 
 

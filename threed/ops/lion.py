@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from threed.device import is_accelerator
 from threed.ops.update import StepScalars, needs_reference
 
 CHUNK = 2**18  # elements worked on at a time on a CPU: the direction stays in the cache, and has no size of its own
@@ -33,7 +34,7 @@ class Lion:
         if needs_reference(p):
             reference(p, g, state, now, self, decay)
         else:
-            size = max(1, p.numel()) if p.is_cuda else CHUNK
+            size = max(1, p.numel()) if is_accelerator(p.device) else CHUNK
             for part, grad, m in zip(p.split(size), g.split(size), state[0].split(size), strict=True):
                 _update(part, grad, m, now, self, decay)
         if out is not None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from threed import collectives
 from threed.collectives import Pending
 from threed.config import Config, ConfigError
-from threed.device import beside, current_stream
+from threed.device import beside, copy_stream, current_stream, is_accelerator
 from threed.layers.recompute import Selective
 from threed.layers.slicing import Slicing
 from threed.memory.arena import Arena
@@ -121,7 +121,7 @@ class ActivationStore:
         self, axis: Axis | None, storages: StoragePool | None, device: torch.device, away: bool = False
     ) -> None:
         self.axis, self.storages, self.device = axis, storages, device
-        self._stream = torch.Stream(device) if away and device.type == "cuda" else None
+        self._stream = copy_stream(device, "activations") if away and is_accelerator(device) else None
         self._leaving: deque[tuple[torch.Event, StagedBuffer, Tensor]] = deque()
 
     def save_all(self, given: Sequence[Tensor]) -> tuple[SavedInput, ...]:
@@ -283,7 +283,7 @@ def _sliced_over(config: Config, slicing: Slicing) -> Axis | None:
 
 def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | None:
     """Returns where copies of inputs are stored; None saves the inputs themselves (also offload to CPU on one)."""
-    r, on_gpu = config.recompute, topology.device.type == "cuda"
+    r, on_gpu = config.recompute, is_accelerator(topology.device)
     if r.offload == "nvme":
         return OnDrives(Disk(str(config.zero.nvme_path), f"activations-rank{topology.rank}"))
     pinned = r.offload == "cpu" and on_gpu

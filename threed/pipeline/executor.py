@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from threed.collectives import Pending
-from threed.device import current_stream
+from threed.device import current_stream, is_accelerator, start_copy_in
 from threed.layers.slicing import MicroBatch
 from threed.pipeline.boundary import Form, signature, tensors
 from threed.pipeline.stage import Stage
@@ -126,7 +126,7 @@ class Executor:
 
     def _let_device_end(self) -> None:
         """Waits for the GPU's compute stream if spans are recorded; not for receives, which others may wait for."""
-        if self.spans is not None and self.device.type == "cuda":
+        if self.spans is not None and is_accelerator(self.device):
             current_stream(self.device).synchronize()
 
     def _give(self, send: Kind, receive: Kind, action: Action, value: Any) -> None:
@@ -152,8 +152,8 @@ class Executor:
         parts = self._leaving.pop((action.kind, action.microbatch, action.chunk))
         if action.kind is Kind.SEND_F and (key := ("sent", *self._key("out", action))) not in self._forms:
             self._forms[key] = form = self._form("out", action)
-            data = form.to_bytes().to(self.device)
-            size = torch.tensor([len(data)], device=self.device)
+            data = start_copy_in(form.to_bytes(), self.device)
+            size = torch.full((1,), len(data), device=self.device)
             self._sent.append([self.transport.send(part, self.rank, target[0]) for part in (size, data)])
         self._sent.append([self.transport.send(part, self.rank, target[0]) for part in parts])
         while len(self._sent) > 2:

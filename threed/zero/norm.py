@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from threed.device import start_copy_in
 from threed.ops import sums
 from threed.zero.layout import Bucket
 
@@ -26,10 +27,16 @@ def sum_of_squares(parts: Sequence[Tensor], buckets: Sequence[Bucket], device: t
     and the first stage that holds a tied weight. The other copies are only checked to be finite. Padding is zero.
     """
     total, others = torch.zeros(2, dtype=torch.float64, device=device).unbind()
-    for part, bucket in zip(parts, buckets, strict=True):
-        part = part.to(device)
+    for part, bucket in zip(_on(device, parts), buckets, strict=True):
         total, others = (total + part, others) if bucket.group.owned else (total, others + part)
     return torch.stack((total, (~torch.isfinite(total + others)).double()))
+
+
+def _on(device: torch.device, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns scalars on a device; those of the host by one copy."""
+    away = [part for part in parts if part.device != device]
+    arrived = iter(start_copy_in(torch.stack(away), device).unbind() if away else ())
+    return [part if part.device == device else next(arrived) for part in parts]
 
 
 def _rows(part: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from threed import collectives
-from threed.device import synchronize
-from threed.memory.tiers import InMemory, StagedBuffer, Storage
+from threed.collectives import done
+from threed.device import is_accelerator, synchronize
+from threed.memory.tiers import InMemory, StagedBuffer, start_copy
 from threed.ops.update import Rule, StepScalars
 from threed.precision import LossScale, Scaler
 from threed.topology import Axis
@@ -42,6 +43,8 @@ from threed.zero.state import (
     update_order,
 )
 from threed.zero.unused import Stretch, Unused
+
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,14 +112,15 @@ class Optimizer:
         return Update(norm, lr, scale, skip, sums[2:])
 
     def _update_all(self, gradients: Sequence[Gradient], now: StepScalars) -> None:
-        if self.layout.policy.optimizer_tier is not None:
-            now = StepScalars(now.lr.cpu(), now.step.cpu(), now.scale.cpu(), now.skip.cpu())
         self.publish_delayed()
-        if self.on_host and bool(now.skip):
-            return
+        if self.on_host:
+            read = _on_host(now)
+            now = now if self.layout.policy.optimizer_tier is None else read
+            if bool(read.skip):
+                return
         self.let_device_read()
         if self.delayed is not None:
-            kept = [Gradient(_copy_to_host(g.storage), g.squares) for g in gradients]
+            kept = _copies_on_host(gradients)
             self._under_way = self.delayed.submit(self._update_in_turn, kept, now, False)
         else:
             self._update_in_turn(gradients, now, True)
@@ -146,7 +150,7 @@ class Optimizer:
         if beside:
             buffers[PARAMETER] = storage.empty()
         out = buffers[PARAMETER].values if beside else None
-        self._apply_rule(state, (weight, gradient.to(weight.device), *moments), now, options.decay, out)
+        self._apply_rule(state, (weight, gradient, *moments), now, options.decay, out)
         buffers.pop(GRADIENT).drop()
         if beside:
             buffers.pop(PARAMETER).store()
@@ -241,7 +245,7 @@ class Optimizer:
 
     def let_device_read(self) -> None:
         """Waits until the GPU has finished its reads of host memory, which is about to change."""
-        if self.on_host and self.updates.is_cuda:
+        if self.on_host and is_accelerator(self.updates.device):
             synchronize(self.updates.device)
 
     def settle(self) -> None:
@@ -250,5 +254,14 @@ class Optimizer:
         self.gatherer.settle()
 
 
-def _copy_to_host(storage: Storage) -> InMemory:
-    return InMemory(storage.fetch().wait().to("cpu", copy=True))
+def _on_host(now: StepScalars) -> StepScalars:
+    """Returns a step's scalars on the host, by one copy."""
+    together = torch.stack((now.lr, now.step, now.scale, now.skip))
+    return StepScalars(*start_copy(together, HOST).wait().unbind())
+
+
+def _copies_on_host(gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Returns gradients that the next step does not overwrite; from a device they are copied all at once."""
+    values = [gradient.storage.fetch().wait() for gradient in gradients]
+    copies = [start_copy(v, HOST) if is_accelerator(v.device) else done(v.to(HOST, copy=True)) for v in values]
+    return [Gradient(InMemory(copy.wait()), g.squares) for copy, g in zip(copies, gradients, strict=True)]

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
+from threed.device import start_copy_in
 from threed.memory.tiers import InMemory, StagedBuffer, start_copy
 from threed.planner.memory import BUCKETS_IN_FLIGHT
 from threed.topology import Axis
@@ -285,7 +286,7 @@ class Reducer:
             if axes := later_sums(bucket):
                 self._limit_in_flight(bucket)
                 staged = bucket.grad.fetch()
-                pending = self._sum_over(staged.wait().to(bucket.group.params.device), axes)
+                pending = self._sum_over(start_copy_in(staged.wait(), bucket.group.params.device), axes)
                 self._in_flight.append(InFlight(bucket, None, pending, staged, add=False, complete=True))
         self._complete_all()
         return [self._gradient(bucket) for bucket in self.layout.buckets]

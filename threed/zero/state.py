@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from threed.memory.tiers import Drive, InMemory, OnDrive, StagedBuffer, Storage, memory_tier
+from threed.memory.tiers import Copied, Drive, InMemory, OnDrive, StagedBuffer, Storage, memory_tier
 from threed.planner.memory import UPDATES_AHEAD
 from threed.zero.layout import Bucket, Layout, Policy
 
@@ -63,9 +63,12 @@ class State:
         return _fetch_all({part: self.storages[part] for part in parts}, {})
 
     def fetch_for_update(self, gradient: Storage) -> dict[str, StagedBuffer]:
-        """Begins to read a slice of gradients, and all parts that were not kept."""
+        """Begins to read a slice of gradients, to where the weights are, and all parts that were not kept."""
         kept, self.kept = self.kept, {}
-        return _fetch_all({**self.storages, GRADIENT: gradient}, kept)
+        found = _fetch_all({**self.storages, GRADIENT: gradient}, kept)
+        if gradient.device != self.weight.device:
+            found[GRADIENT] = Copied(found[GRADIENT], self.weight.device)
+        return found
 
     def put_back(self, buffers: dict[str, StagedBuffer], keep: bool) -> None:
         """Begins to write the updated parts; with `keep`, those in `may_keep` stay in buffers for the next update."""

@@ -1,0 +1,222 @@
+"""A pretend accelerator: the real engine takes steps on a device that is not the CPU, in a world of any size, in one
+process.
+
+    with pretending(rank=513, world=1024) as device:
+        engine = device.engine(config)
+        device.step(engine)              # `engine.step`, on a batch in the host's memory
+    device.faults                        # what would stall a GPU, or fail on it: each with the line that did it
+    device.launches, device.traffic      # of the last step: kernels by operation, and bytes that they read and write
+    device.memory.most                   # the most bytes of the device's tensors at once, since the beginning
+
+Tensors have shapes, dtypes and devices, but no values (`FakeTensorMode`); the device is torch's backend for those made
+in Python. Every operation of a step is looked at: no value may be read on the host, no operation may have tensors of
+two places (a scalar tensor of the host would be a hidden dependence on it), no collective may get host memory, and
+copies between host and device must not wait: `non_blocking`, from or into page-locked memory.
+
+What it cannot see: order between streams, which are objects that do nothing; how long anything takes; and what depends
+on values. What other ranks would say is what this one says.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.backend_registration as registration
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.accelerator.watching import HOST_READ, NAME, AsOnCuda, Watching
+from threed import collectives, models, rng
+from threed import device as door
+from threed.config import Config
+from threed.engine import Engine
+from threed.layers import Slicing
+from threed.memory import pool
+from threed.metrics import StepMetrics
+from threed.models import Model
+from threed.models import check as model_check
+from threed.pipeline.boundary import Form
+from threed.precision import dtype
+from threed.topology import Axis, Topology
+
+
+def device() -> torch.device:
+    """Torch's device for backends made in Python, under our name; skips the test where this torch has none."""
+    set_up = getattr(registration, "_setup_privateuseone_for_python_backend", None)
+    if set_up is None:
+        pytest.skip(f"torch {torch.__version__} has no backend made in Python: torch.utils.backend_registration")
+    if torch._C._get_privateuse1_backend_name() != NAME:
+        set_up(NAME)
+    return torch.device(NAME, 0)
+
+
+# --------------------------------------------------------------------------------------------------------------- doors
+
+
+class Event:
+    """Something in a stream's order, which it has none of."""
+
+    def __init__(self, watch: Watching) -> None:
+        self.watch = watch
+
+    def synchronize(self) -> None:
+        """The host waits for it."""
+        self.watch.waits_for_device("event")
+
+    def query(self) -> bool:
+        """It has come."""
+        return True
+
+
+class Stream(torch.Stream):
+    """A stream that does nothing, but says when the host waits for it."""
+
+    watch: Watching
+
+    @classmethod
+    def of(cls, watch: Watching) -> Stream:
+        """A stream of the device."""
+        stream = cls(watch.where)
+        stream.watch = watch
+        return stream
+
+    def wait_stream(self, other: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event."""
+        return Event(self.watch)
+
+    def synchronize(self) -> None:
+        """The host waits for it."""
+        self.watch.waits_for_device("stream")
+
+
+@contextmanager
+def _doors(watch: Watching) -> Iterator[None]:
+    """What threed asks of a device, of page-locked memory, and of other ranks, answered by the pretend one."""
+    stream = Stream.of(watch)
+
+    @contextmanager
+    def beside(_: Any) -> Iterator[None]:
+        yield
+
+    def exchange(value: Any, axis: Axis) -> list[Any]:
+        if axis.group is not None:
+            watch.fault(HOST_READ, "exchange")
+        return [value] * axis.size
+
+    def normal(seed: int, name: str, shape: Any, start: Any, size: Any) -> Tensor:
+        return torch.empty(tuple(size))
+
+    answers: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+        (door.count, lambda: 1),
+        (door.beside, beside),
+        (door.current_stream, lambda *_: stream),
+        (door.copy_stream, lambda *_: stream),
+        (door.synchronize, lambda *_: watch.waits_for_device("device")),
+        (door.rng_states, lambda _: {}),
+        (pool.host_buffer, lambda nbytes: watch.pin(torch.empty(nbytes, dtype=torch.uint8))),
+        (collectives.exchange, exchange),
+        (rng.normal, normal),
+        (model_check.check, lambda *_: None),  # compares the tensor ranks' shares, and they all say what this one says
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(_numbers_begin_on_the_host())
+        stack.enter_context(patch.object(Form, "to_bytes", lambda form: torch.empty(64, dtype=torch.uint8)))
+        for was, now in answers:
+            for module in [m for name, m in sys.modules.items() if name.split(".")[0] == "threed"]:
+                for attribute in [key for key, value in vars(module).items() if value is was]:
+                    stack.enter_context(patch.object(module, attribute, now))
+        yield
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Runs what it is given before it returns."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
+        """The result of work that is done."""
+        future: Future[Any] = Future()
+        future.set_result(work(*args, **keywords))
+        return future
+
+
+class Pretend(Watching):
+    """A rank of a world on the pretend device: builds engines, and takes their steps."""
+
+    def engine(self, config: Config, model: Callable[[Slicing], Model] | None = None) -> Engine:
+        """The engine of a configuration, of one of threed's own models unless another is made of a slicing."""
+        p = config.parallel
+        topology = Topology(pp=p.pp, tp=p.tp, device=self.where)
+        slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile)
+        built = models.build(config.model, slicing) if model is None else model(slicing)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            engine = Engine(built, topology, config)
+        if engine.optimizer.delayed is not None:
+            engine.optimizer.delayed = AtOnce()  # another thread would not see these modes
+        length = config.model.seq // (topology.tp if slicing.sequence_parallel else 1)
+        shape = (length, config.train.micro_batch, config.model.hidden)
+        form = Form(None, (shape,), (dtype(config.precision.dtype),), (True,))
+        engine.executor._receive_form = lambda source: form  # type: ignore[method-assign]  # no other stage tells it
+        return engine
+
+    def step(self, engine: Engine) -> StepMetrics:
+        """A step on tokens in the host's memory."""
+        config, self.stepping = engine.config, False
+        rows = config.train.global_batch // engine.topology.dp
+        tokens = torch.zeros(rows, config.model.seq, dtype=torch.int64)
+        batch = {"tokens": tokens, "labels": tokens.clone()}
+        self.begin()
+        self.stepping = True
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+                return engine.step(batch)
+        finally:
+            self.stepping = False
+
+
+@contextmanager
+def _numbers_begin_on_the_host() -> Iterator[None]:
+    """Makes `torch.tensor(number, device=...)` begin on the host, as on any device, so that its copy is seen."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
+
+
+_FAKE: list[FakeTensorMode] = []  # one for all: tables that are kept from run to run are its tensors
+
+
+@contextmanager
+def pretending(rank: int = 0, world: int = 1) -> Iterator[Pretend]:
+    """Makes this process the given rank of a world on the pretend device."""
+    where = device()
+    if not _FAKE:
+        _FAKE.append(FakeTensorMode())
+    watch, hook = Pretend(where), sys.excepthook
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        with torch.autograd.set_multithreading_enabled(False), _FAKE[0], watch, AsOnCuda(watch), _doors(watch):
+            yield watch
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook  # each process group wraps another around it
+
+
+def ranks_to_try(world: int) -> list[int]:
+    """The first, one in the middle, and the last."""
+    return list(dict.fromkeys((0, world // 2 + 1 if world > 2 else 0, world - 1)))

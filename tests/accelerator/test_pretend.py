@@ -1,0 +1,290 @@
+"""The engine on a device that is not the CPU: nothing is read in a step, nothing is mixed, no copy waits.
+
+Every case is one rank of a world of up to 1,024, with the real engine, in this process; see `pretend`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import test_equivalence as equivalence
+from tests.accelerator import launches
+from tests.accelerator.pretend import Pretend, pretending, ranks_to_try
+from tests.accelerator.watching import BLOCKING, HOST_READ, MIXED, TO_COLLECTIVE, summary
+from tests.configs import Case, config_of
+from tests.covering import Space, Values
+from threed import collectives
+from threed.config import Config, resolve
+from threed.forecast import Forecast
+from threed.layers import Slicing
+from threed.models import GPT
+from threed.sharding import spec_of
+
+# ----------------------------------------------------------------------------------------------------- configurations
+
+# Drives are left out: their transfers need real memory (tests/test_zero_offload.py).
+SETTINGS: dict[str, list[object]] = equivalence.SETTINGS | {
+    "schedule": ["1f1b", "vee"],
+    "microbatches": [1, 2],
+    "dtype": ["bf16", "fp32"],
+    "recompute": ["none", "full", "sliced", "cpu", "selective"],
+    "offload_optimizer": ["none", "cpu"],
+    "offload_params": ["none", "cpu"],
+    "bucket_mib": [0.03],
+    "prefetch": [1],
+    "partition": ["balanced"],
+}
+LARGE_DP = 512  # in place of 4: worlds of 512 and 1,024
+FIRST_STEP = ("_warn_of_unused", "_reduce_late", "_search")  # ranks agree once, as JSON, on what the step has shown
+
+
+def make(values: Values) -> Case | None:
+    """A case of the equivalence tests, with many data ranks in place of four."""
+    case = equivalence.make(values)
+    return case and replace(case, dp=LARGE_DP if case.dp == 4 else case.dp)
+
+
+SPACE = Space(
+    SETTINGS, make, cost=lambda case: case.microbatches * case.layers / case.pp * (1 + 9 * (case.dropout > 0))
+)
+CASES = SPACE.covering(0)
+
+
+def name_of(case: Case) -> str:
+    """A case in a line."""
+    usual = Case()
+    return " ".join(f"{name}={value}" for name, value in vars(case).items() if value != getattr(usual, name)) or "plain"
+
+
+def check(config: Config, world: int, rank: int, waits: bool) -> None:
+    """Two steps of a rank without a fault; waits: whether the host may wait for the device."""
+    with pretending(rank, world) as device:
+        engine = device.engine(config)
+        device.step(engine)
+        unexpected = [fault for fault in device.faults if not fault.place.endswith(FIRST_STEP)]
+        assert unexpected == [], "in the first step\n" + summary(unexpected)
+        device.step(engine)
+        assert device.faults == [], summary(device.faults)
+        assert device.launches
+        assert device.memory.most
+        if not waits:
+            assert device.waits == [], summary(device.waits)
+
+
+def check_case(case: Case, number: int) -> None:
+    """The same of a case, on one of its ranks; the host updates what is offloaded, and has to wait for it."""
+    some = ranks_to_try(case.world)
+    offloaded = not case.offload_optimizer == case.offload_params == "none"
+    check(config_of(case), case.world, some[number % len(some)], offloaded)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[name_of(case) for case in CASES])
+def test_a_step_neither_reads_nor_mixes_nor_waits(number: int) -> None:
+    check_case(CASES[number], number)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_neither_do_other_covering_sets(seed: int) -> None:
+    for number, case in enumerate(SPACE.covering(seed)):
+        check_case(case, number + seed)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": {"dtype": "fp16"}},
+        {"precision": {"dtype": "bf16", "grad_dtype": "bf16"}, "zero": {"stage": 2}},
+        {"precision": {"dtype": "bf16", "reduce_dtype": "bf16"}, "zero": {"stage": 3}},
+        {"optim": {"name": "sgd"}, "train": {"grad_clip": 0.0}},
+        {"optim": {"name": "lion", "groups": "*norm*: lr=0.001"}},
+        {"zero": {"stage": 2, "offload_optimizer": "cpu", "delayed_update": True}},
+        {"recompute": {"mode": "full", "arena": True, "offload": "cpu"}},
+        {"parallel": {"pp": 4, "tp": 2, "schedule": "gpipe"}},
+    ],
+    ids=str,
+)
+def test_other_ways_to_train_have_no_fault(changes: dict[str, dict[str, object]]) -> None:
+    small = {"layers": 3, "hidden": 64, "heads": 4, "seq": 32}
+    groups = {"precision": {"dtype": "bf16"}, "model": small, **changes}
+    groups["train"] = {"global_batch": 16, "micro_batch": 1, "steps": 10, **groups.get("train", {})}
+    config = resolve(Config.model_validate(groups), 256, 8)
+    check(config, 8, 5, waits="offload_optimizer" in changes.get("zero", {}))
+
+
+# ------------------------------------------------------------------------------------------------------ planted faults
+
+
+def reads_an_item(y: Tensor) -> Tensor:
+    return y * y.sum().item()
+
+
+def asks_whether(y: Tensor) -> Tensor:
+    return y if bool((y > 0).any()) else -y
+
+
+def makes_a_list(y: Tensor) -> Tensor:
+    return y * len(y.sum((1, 2)).tolist())
+
+
+def selects(y: Tensor) -> Tensor:
+    return y + y.detach().nonzero().shape[1]
+
+
+def takes_a_scalar_of_the_host(y: Tensor) -> Tensor:
+    return y * torch.tensor(0.5)
+
+
+def takes_a_tensor_of_the_host(y: Tensor) -> Tensor:
+    return y + torch.zeros(y.shape[-1], dtype=y.dtype)
+
+
+def copies_to_the_host(y: Tensor) -> Tensor:
+    return y + y.detach().cpu().to(y.device, non_blocking=True).sum()
+
+
+def makes_a_tensor_of_a_number(y: Tensor) -> Tensor:
+    return y * torch.tensor(0.5, device=y.device)
+
+
+def copies_from_pageable_memory(y: Tensor) -> Tensor:
+    return y + torch.zeros(y.shape[-1], dtype=y.dtype).to(y.device, non_blocking=True)
+
+
+class Planted(nn.Module):
+    """A layer that does something wrong to what another one returns."""
+
+    def __init__(self, layer: nn.Module, wrong: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.wrong, self.name = layer, wrong, layer.name
+
+    def forward(self, x: Any, micro: Any) -> Any:
+        return self.wrong(self.layer(x, micro))
+
+
+class PlantedModel:
+    """A GPT with such a layer in it."""
+
+    def __init__(self, config: Config, slicing: Slicing, wrong: Callable[[Tensor], Tensor]) -> None:
+        self.inner, self.slicing, self.wrong = GPT(config.model, slicing), slicing, wrong
+        self.costs = lambda micro_batch: [1.0] * (config.model.layers + 2)
+
+    def layers(self) -> list[nn.Module]:
+        """The layers of the GPT, the second of them planted."""
+        first, second, *rest = self.inner.layers()
+        return [first, Planted(second, self.wrong), *rest]
+
+
+def run_planted(wrong: Callable[[Tensor], Tensor], world: int = 1) -> Pretend:
+    """The second step of a small GPT with something wrong."""
+    with pretending(0, world) as device:
+        case = Case(dtype="bf16", dp=world, microbatches=1)
+        config = config_of(case)
+        engine = device.engine(config, lambda slicing: PlantedModel(config, slicing, wrong))
+        for _ in range(2):
+            device.step(engine)
+        return device
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "operation"),
+    [
+        (reads_an_item, HOST_READ, "_local_scalar_dense"),
+        (asks_whether, HOST_READ, "_local_scalar_dense"),
+        (makes_a_list, HOST_READ, "_local_scalar_dense"),
+        (selects, HOST_READ, "nonzero"),
+        (takes_a_scalar_of_the_host, MIXED, "mul"),
+        (takes_a_tensor_of_the_host, MIXED, "add"),
+        (copies_to_the_host, BLOCKING, "_to_copy from pretend to cpu"),
+        (makes_a_tensor_of_a_number, BLOCKING, "_to_copy from cpu to pretend"),
+        (copies_from_pageable_memory, BLOCKING, "pageable"),
+    ],
+)
+def test_a_planted_fault_is_found_where_it_is(wrong: Callable[[Tensor], Tensor], kind: str, operation: str) -> None:
+    first = run_planted(wrong).faults[0]  # its backward may have more, in the line that runs the layer's backward
+    assert first.kind == kind
+    assert operation in first.operation
+    assert first.place.startswith("tests/accelerator/test_pretend.py:")
+    assert first.place.endswith(wrong.__name__)
+
+
+def test_host_memory_in_a_collective_is_found() -> None:
+    def sends_host_memory(y: Tensor) -> Tensor:
+        collectives.all_reduce(torch.zeros(4), world[0])
+        return y
+
+    world: list[Any] = []
+    with pretending(0, 8) as device:
+        config = config_of(Case(dtype="bf16", dp=8, microbatches=1))
+        engine = device.engine(config, lambda slicing: PlantedModel(config, slicing, sends_host_memory))
+        world.append(engine.topology.axis("world"))
+        device.step(engine)
+        device.step(engine)
+    assert [fault.kind for fault in device.faults] == [TO_COLLECTIVE]
+    assert "threed/collectives.py" in device.faults[0].place
+
+
+def test_a_step_without_a_planted_fault_has_none() -> None:
+    device = run_planted(lambda y: y, world=8)
+    assert device.faults == device.waits == []
+
+
+def test_metrics_may_be_read_after_the_step() -> None:
+    with pretending() as device:
+        metrics = device.step(device.engine(config_of(Case(dtype="bf16"))))
+        before = list(device.faults)
+        assert (metrics.loss, metrics.skipped) == (0.0, 0)  # made up: there are no values
+        assert device.faults == before
+
+
+# ------------------------------------------------------------------------------------------------------- large models
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("arch", "rank", "microbatches"), [("llama", 0, 8), ("gpt", 513, 8), ("llama", 1023, 32)])
+def test_a_rank_of_1024_trains_a_hundred_billion_parameters(arch: str, rank: int, microbatches: int) -> None:
+    """Its peak is the forecast's. Llama's is up to 14 % lower: a GPU keeps less of RMSNorm and SiLU in one kernel each
+    than the forecast finds in their pieces."""
+    given = Config.model_validate({
+        "parallel": {"pp": 8, "tp": 8},
+        "precision": {"dtype": "bf16"},
+        "model": {
+            "arch": arch, "layers": 80, "hidden": 10240, "heads": 80, "seq": 4096, "vocab": 128_000,
+            **({"kv_heads": 8, "ffn": 32_768} if arch == "llama" else {}),
+        },
+        "recompute": {"mode": "selective"},
+        "train": {"micro_batch": 1, "global_batch": 16 * microbatches, "steps": 10},
+    })  # fmt: skip
+    config = resolve(given, 128_000, 1024)
+    forecast = Forecast.of(config, 1024).ranks[rank].bytes["peak"]
+    began = time.perf_counter()
+    with pretending(rank, 1024) as device:
+        engine = device.engine(config)
+        built = time.perf_counter()
+        device.step(engine)
+        assert [fault for fault in device.faults if not fault.place.endswith(FIRST_STEP)] == []
+    seconds, gib = time.perf_counter() - began, device.memory.most / 2**30
+    held = [spec_of(p) for layer in engine.blueprint.layers for p in layer.parameters()]
+    whole = sum(math.prod(piece.shape) for spec in held for piece in spec.pieces)
+    print(
+        f"{arch}, rank {rank} of 1,024, {whole / 1e9:.0f} billion parameters: built in {built - began:.1f} s, step in"
+        f" {seconds - built + began:.1f} s, {sum(device.launches.values())} kernels, {gib:.1f} GiB at most"
+        f" (forecast {forecast / 2**30:.1f}), {device.communicated / 2**30:.1f} GiB to collectives"
+    )
+    assert whole > 95e9
+    assert (0.99 if arch == "gpt" else 0.85) <= device.memory.most / forecast <= 1.01
+
+
+def test_kernels_a_layer_launches_for_a_micro_batch() -> None:
+    """As of now; the aim is 34 and 45. A number may only fall."""
+    assert sum(launches.of_a_layer("GPT").values()) <= 43
+    assert sum(launches.of_a_layer("Llama").values()) <= 55
