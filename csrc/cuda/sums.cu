@@ -6,11 +6,18 @@ namespace {
 
 constexpr int THREADS = 512, WARPS = THREADS / WARP, COLUMNS = 4 * WARP;  // of a block: four to a lane
 
-// out [columns] = (add ? out : 0) + the sum of parts [count columns] over count. A warp takes each WARPS-th part; then the
-// warps' sums are added in order. columns: a multiple of 4.
-__global__ void __launch_bounds__(THREADS)
-    add_parts(const float* __restrict__ parts, float* __restrict__ out, int count, int64_t columns, bool add) {
+struct Parts {
+  const float* parts;
+  float* out;
+  bool add;
+};
+
+// out [columns] = (add ? out : 0) + the sum of parts [count columns] over count, of one sum or (blockIdx.y) of two. A warp
+// takes each WARPS-th part; then the warps' sums are added in order. columns: a multiple of 4.
+__global__ void __launch_bounds__(THREADS) add_parts(Parts first, Parts second, int count, int64_t columns) {
   __shared__ float4 of_warp[WARPS][WARP];
+  const float* const __restrict__ parts = blockIdx.y ? second.parts : first.parts;
+  float* const __restrict__ out = blockIdx.y ? second.out : first.out;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int64_t column = int64_t(blockIdx.x) * COLUMNS + 4 * lane;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -25,7 +32,7 @@ __global__ void __launch_bounds__(THREADS)
   __syncthreads();
   if (warp != 0 || column >= columns) return;
   float4* const to = reinterpret_cast<float4*>(out + column);
-  sum = add ? *to : make_float4(0.f, 0.f, 0.f, 0.f);
+  sum = (blockIdx.y ? second.add : first.add) ? *to : make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
   for (int w = 0; w < WARPS; w++) {
     const float4 x = of_warp[w][lane];
@@ -99,10 +106,12 @@ __global__ void __launch_bounds__(WARP) sum_parts(const float* __restrict__ part
 
 extern "C" {
 
-// out fp32 [columns] = (add ? out : 0) + the sum over parts [count columns].
-int threed_cuda_add_parts(const float* parts, float* out, int64_t count, int64_t columns, int64_t add,
-                          cudaStream_t stream) {
-  return launch(add_parts, unsigned(ceil_div(columns, COLUMNS)), THREADS, 0, stream, parts, out, count, columns, add != 0);
+// out fp32 [columns] = (add ? out : 0) + the sum over parts [count columns]; and the same of a second sum, unless its are null.
+int threed_cuda_add_parts(const float* parts, float* out, int64_t add, const float* second_parts, float* second_out,
+                          int64_t add_second, int64_t count, int64_t columns, cudaStream_t stream) {
+  const dim3 grid(unsigned(ceil_div(columns, COLUMNS)), second_out ? 2 : 1);
+  return launch(add_parts, grid, THREADS, 0, stream, Parts{parts, out, add != 0},
+                Parts{second_parts, second_out, add_second != 0}, count, columns);
 }
 
 // parts fp32 [blocks columns]: whose sum is the sum over rows of x [rows columns].

@@ -45,6 +45,7 @@ from threed.memory import pool
 from threed.metrics import StepMetrics
 from threed.models import Model
 from threed.models import check as model_check
+from threed.ops import launch
 from threed.pipeline.boundary import Form
 from threed.precision import dtype
 from threed.topology import Axis, Topology
@@ -129,6 +130,8 @@ def _doors(watch: Watching) -> Iterator[None]:
         (pool.host_buffer, lambda nbytes: watch.pin(torch.empty(nbytes, dtype=torch.uint8))),
         (collectives.exchange, exchange),
         (rng.normal, normal),
+        (launch.on_gpu, lambda x: x.device.type == NAME),
+        (launch.available, lambda x: x.device.type == NAME),  # the kernels of csrc/cuda, as shapes
         (model_check.check, lambda *_: None),  # compares the tensor ranks' shares, and they all say what this one says
     ]
     with ExitStack() as stack:

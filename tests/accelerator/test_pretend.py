@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from threed.config import Config, resolve
 from threed.forecast import Forecast
 from threed.layers import Slicing
 from threed.models import GPT
+from threed.ops import launch
 from threed.sharding import spec_of
 
 # ----------------------------------------------------------------------------------------------------- configurations
@@ -252,8 +254,7 @@ def test_metrics_may_be_read_after_the_step() -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("arch", "rank", "microbatches"), [("llama", 0, 8), ("gpt", 513, 8), ("llama", 1023, 32)])
 def test_a_rank_of_1024_trains_a_hundred_billion_parameters(arch: str, rank: int, microbatches: int) -> None:
-    """Its peak is the forecast's. Llama's is up to 14 % lower: a GPU keeps less of RMSNorm and SiLU in one kernel each
-    than the forecast finds in their pieces."""
+    """Its peak is the forecast's, which takes the kernels of csrc/cuda as the step does."""
     given = Config.model_validate({
         "parallel": {"pp": 8, "tp": 8},
         "precision": {"dtype": "bf16"},
@@ -265,7 +266,11 @@ def test_a_rank_of_1024_trains_a_hundred_billion_parameters(arch: str, rank: int
         "train": {"micro_batch": 1, "global_batch": 16 * microbatches, "steps": 10},
     })  # fmt: skip
     config = resolve(given, 128_000, 1024)
-    forecast = Forecast.of(config, 1024).ranks[rank].bytes["peak"]
+    with (
+        mock.patch.object(launch, "on_gpu", lambda x: x.is_meta),
+        mock.patch.object(launch, "available", lambda x: x.is_meta),
+    ):
+        forecast = Forecast.of(config, 1024).ranks[rank].bytes["peak"]
     began = time.perf_counter()
     with pretending(rank, 1024) as device:
         engine = device.engine(config)
@@ -281,10 +286,10 @@ def test_a_rank_of_1024_trains_a_hundred_billion_parameters(arch: str, rank: int
         f" (forecast {forecast / 2**30:.1f}), {device.communicated / 2**30:.1f} GiB to collectives"
     )
     assert whole > 95e9
-    assert (0.99 if arch == "gpt" else 0.85) <= device.memory.most / forecast <= 1.01
+    assert 0.98 <= device.memory.most / forecast <= 1.01
 
 
 def test_kernels_a_layer_launches_for_a_micro_batch() -> None:
-    """As of now; the aim is 34 and 45. A number may only fall."""
-    assert sum(launches.of_a_layer("GPT").values()) <= 43
-    assert sum(launches.of_a_layer("Llama").values()) <= 55
+    """With the kernels of csrc/cuda. A number may only fall."""
+    assert sum(launches.of_a_layer("GPT").values()) <= 34
+    assert sum(launches.of_a_layer("Llama").values()) <= 26

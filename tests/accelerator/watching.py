@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from threed.ops import launch
 from threed.pipeline.trace import Watch
 
 NAME = "pretend"
@@ -50,7 +51,6 @@ FREE = {
 }  # fmt: skip
 WITHOUT_SHAPES = {"record_stream", "_fused_adamw_", "_fused_sgd_"}  # on fake tensors torch cannot run them
 IN_PLACE = {"add_", "copy_", "div_", "exp_", "fill_", "index_add_", "mul_", "scatter_add_", "sub_", "zero_"}
-KERNELS: dict[str, int] = {}  # of an operation of torch.ops.threed that launches more than one
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Watching(TorchDispatchMode):
             self.fault(MIXED, f"{name} of a tensor {list(cpu.shape)} of the host")
             args, kwargs = (self._moved(args), self._moved(kwargs))
         out = self._run(func, name, args, kwargs)
-        self._count(func, name, given, list(tensors_in(out)))
+        self._count(func, name, args, given, list(tensors_in(out)))
         return out
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -226,14 +226,15 @@ class Watching(TorchDispatchMode):
             return work
         return (args[0], work)
 
-    def _count(self, func: Any, name: str, given: list[Tensor], made: list[Tensor]) -> None:
+    def _count(self, func: Any, name: str, args: Any, given: list[Tensor], made: list[Tensor]) -> None:
         here = [t for t in (*given, *made) if kind_of(t) == NAME]
         for t in here:
             self.memory.look_at(t)
         outputs = made or given[:1]
         if not here or func.is_view or name in FREE or not any(t.numel() for t in outputs):
             return
-        self.kernel(name, *here, count=KERNELS.get(name, 1) if func.namespace == "threed" else 1)
+        ours = launch.OPERATORS.get(f"{func.namespace}::{name}")
+        self.kernel(name, *here, count=1 if ours is None else ours.launches(*args))
 
     def kernel(self, name: str, *tensors: Tensor, count: int = 1) -> None:
         """Counts a launch, and what it reads and writes."""

@@ -63,4 +63,4 @@ def test_wrong_arguments_are_refused() -> None:
     with emulated(), pytest.raises(ValueError, match="square_sum takes"):
         sums.square_sum(torch.ones(7))
     with emulated(), pytest.raises(ValueError, match="add_parts takes"):
-        sums.add_parts(torch.ones(2, 8), torch.empty(4), add=False)
+        sums.add_parts(sums.Parts(torch.ones(2, 8), torch.empty(4), False))

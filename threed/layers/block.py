@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
-from threed.layers.norm import add_and_norm
+from threed.layers.norm import sum_and_norm
 from threed.layers.recompute import Recompute
 from threed.layers.slicing import MicroBatch, Slicing
 
@@ -53,10 +53,13 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(f"{name}.mlp.dropout", dropout, slicing)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
-        branch = self.attention_dropout(self.attention(self.recompute.run("norm", self.attention_norm, x)), micro)
-        if type(self.recompute) is Recompute:
-            x, y = add_and_norm(self.mlp_norm, branch, x)
-        else:  # where the norm may be recomputed, the sum is no part of it
-            x = x + branch
-            y = self.recompute.run("norm", self.mlp_norm, x)
+        x, y = self._normed(self.attention_norm, x)
+        x, y = self._normed(self.mlp_norm, self.attention_dropout(self.attention(y), micro), x)
         return x + self.mlp_dropout(self.mlp(y), micro)
+
+    def _normed(self, norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x + residual, and its norm; where the norm may be computed again, the sum is no part of it."""
+        if type(self.recompute) is Recompute:
+            return sum_and_norm(norm, x, residual)
+        total = x if residual is None else x + residual
+        return total, self.recompute.run("norm", norm, total)

@@ -23,7 +23,7 @@ from threed import collectives
 from threed.collectives import split
 from threed.layers.slicing import Slicing, bias_gradient, weight_gradient
 from threed.layers.tiled import LOCAL, add_weight, tiled_linear, tiles_of
-from threed.ops import matmul
+from threed.ops import launch, matmul
 from threed.sharding import ShardSpec, matrix, parameter, vector
 from threed.topology import Axis
 
@@ -66,6 +66,19 @@ def _product(layer: nn.Module, x: Tensor, bias: Tensor | None, axis: Axis, gathe
     if len(weights) == 1:
         return linear(x, weights[0], bias, axis, gather)
     return tiled_linear(x, weights, bias, axis, gather)
+
+
+class _AddBias(torch.autograd.Function):
+    """y + b, whose gradient of b goes to its sink without a tensor of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
+        ctx.bias = bias
+        return y + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        return dy, bias_gradient(ctx.bias, dy.contiguous()) if ctx.needs_input_grad[1] else None
 
 
 class _Product(nn.Module):
@@ -125,7 +138,10 @@ class RowLinear(_Product):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.slicing.reduce(_product(self, x, None, LOCAL, False))
-        return y if self.bias is None else y + self.bias
+        if self.bias is None:
+            return y
+        added: Tensor = _AddBias.apply(y, self.bias) if launch.ready(y) else y + self.bias
+        return added
 
 
 class ReplicatedLinear(_Product):

@@ -17,17 +17,20 @@ from threed.sharding import parameter, vector
 
 
 class _Fused(torch.autograd.Function):
-    """norm(x) by our kernel; with a residual x + residual, too, and the gradients of both meet in its backward."""
+    """norm(s) by our kernel, s = x + residual or x itself; if `both`, s as well: then the gradients that come by way of
+    the norm and past it meet in its backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, layer: bool
-    ) -> Any:
-        rows = [None if t is None else t.view(-1, t.shape[-1]) for t in (x, residual)]
-        done = norm.forward(rows[0], weight, bias, eps, layer, rows[1])  # type: ignore[arg-type]
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, layer: bool,
+        both: bool,
+    ) -> Any:  # fmt: skip
+        rows = x.view(-1, x.shape[-1])
+        done = norm.forward(rows, weight, bias, eps, layer, None if residual is None else residual.view_as(rows))
         ctx.save_for_backward(done.sum, weight, done.scales, *([done.means] if done.means is not None else []))
         ctx.params, ctx.added = (weight, bias), residual is not None
-        return (done.sum.view_as(x), done.y.view_as(x)) if residual is not None else done.y.view_as(x)
+        y = done.y.view_as(x)
+        return (done.sum.view_as(x), y) if both else y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -40,23 +43,16 @@ class _Fused(torch.autograd.Function):
             dy, done, weight, dweight.out, dbias.out if dbias else None, add=dweight.add,
             add_bias=dbias is not None and dbias.add, residual=dsum[0] if dsum else None,
         ).view_as(gradients[0])  # fmt: skip
-        return dx, dx if ctx.added else None, dweight.done(), dbias and dbias.done(), None, None
+        return dx, dx if ctx.added else None, dweight.done(), dbias and dbias.done(), None, None, None
 
 
-def fused(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> Any:
-    """norm(x); with a residual (x + residual, its norm), in one kernel."""
-    return _Fused.apply(x, residual, weight, bias, eps, layer)
-
-
-def add_and_norm(module: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """x + residual, and what a norm (any module) makes of that."""
-    if isinstance(module, LayerNorm | RMSNorm):
-        bias = module.bias if isinstance(module, LayerNorm) else None
-        if norm.fits(x, module.weight, bias) and launch.packed(residual):
-            layer = isinstance(module, LayerNorm)
-            both: tuple[Tensor, Tensor] = fused(x, residual, module.weight, bias, module.eps, layer)
-            return both
-    total = x + residual
+def sum_and_norm(module: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x + residual (x itself without one), and what a norm, any module, makes of that."""
+    ours = type(module) in (LayerNorm, RMSNorm) and not (module._forward_hooks or module._forward_pre_hooks)
+    if ours and module.fits(x) and (residual is None or launch.packed(residual)):  # type: ignore[operator]
+        both: tuple[Tensor, Tensor] = module.fused(x, residual, both=True)  # type: ignore[operator]
+        return both
+    total = x if residual is None else x + residual
     return total, module(total)
 
 
@@ -78,9 +74,18 @@ class LayerNorm(nn.Module):
         """None that count."""
         return 0
 
+    def fits(self, x: Tensor) -> bool:
+        """Whether our kernel takes x."""
+        return norm.fits(x, self.weight, self.bias)
+
+    def fused(self, x: Tensor, residual: Tensor | None, *, both: bool) -> Any:
+        """The norm of x + residual by our kernel; if `both`, the sum before it."""
+        return _Fused.apply(x, residual, self.weight, self.bias, self.eps, True, both)
+
     def forward(self, x: Tensor) -> Tensor:
-        if norm.fits(x, self.weight, self.bias):
-            return fused(x, None, self.weight, self.bias, self.eps, True)
+        if self.fits(x):
+            y: Tensor = self.fused(x, None, both=False)
+            return y
         return F.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
 
 
@@ -99,7 +104,16 @@ class RMSNorm(nn.Module):
         """None that count."""
         return 0
 
+    def fits(self, x: Tensor) -> bool:
+        """Whether our kernel takes x."""
+        return norm.fits(x, self.weight)
+
+    def fused(self, x: Tensor, residual: Tensor | None, *, both: bool) -> Any:
+        """The norm of x + residual by our kernel; if `both`, the sum before it."""
+        return _Fused.apply(x, residual, self.weight, None, self.eps, False, both)
+
     def forward(self, x: Tensor) -> Tensor:
-        if norm.fits(x, self.weight):
-            return fused(x, None, self.weight, None, self.eps, False)
+        if self.fits(x):
+            y: Tensor = self.fused(x, None, both=False)
+            return y
         return F.rms_norm(x, (self.width,), self.weight, self.eps)

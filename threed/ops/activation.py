@@ -63,8 +63,8 @@ def _gelu_backward(dout: Tensor, x: Tensor, bias: Tensor | None, dbias: Tensor |
     parts = x.new_empty(blocks, f, dtype=torch.float32) if dbias is not None else None
     if x.numel():
         launch.start("gelu_backward", dout, x, bias, dx, parts, rows, f, blocks)
-    if dbias is not None:
-        sums.add_parts(parts, dbias, add=add)
+    if dbias is not None and parts is not None:
+        sums.add_parts(sums.Parts(parts, dbias, add))
     return dx
 
 
@@ -91,7 +91,8 @@ _SWIGLU_BACKWARD = launch.define(
 _GELU = launch.define("gelu(Tensor x, Tensor? bias) -> Tensor", _gelu, lambda x, bias: torch.empty_like(x), launches=1)
 _GELU_BACKWARD = launch.define(
     "gelu_backward(Tensor dout, Tensor x, Tensor? bias, Tensor(a!)? dbias, bool add) -> Tensor",
-    _gelu_backward, lambda dout, x, bias, dbias, add: torch.empty_like(x), launches=2,
+    _gelu_backward, lambda dout, x, bias, dbias, add: torch.empty_like(x),
+    launches=lambda dout, x, bias, dbias, add: 1 if dbias is None else 2,
 )  # fmt: skip
 
 

@@ -56,23 +56,23 @@ def start(name: str, *arguments: Argument) -> None:
 
 @dataclass(frozen=True)
 class Operator:
-    """A registered operator: the function behind it, and how many kernels that starts at most."""
+    """A registered operator: the function behind it, and how many kernels that starts for its arguments."""
 
     work: Callable[..., Any]
-    launches: int
+    launches: Callable[..., int]
 
 
 _LIBRARY = torch.library.Library("threed", "FRAGMENT")  # registrations last as long as it
 OPERATORS: dict[str, Operator] = {}
 
 
-def define(schema: str, work: Callable[..., Any], fake: Callable[..., Any], launches: int) -> Any:
+def define(schema: str, work: Callable[..., Any], fake: Callable[..., Any], launches: int | Callable[..., int]) -> Any:
     """Registers torch.ops.threed.<name>, which starts kernels by `work`; returns it. fake: its shapes alone."""
     name = schema.split("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, work, "CompositeExplicitAutograd")
     torch.library.register_fake(f"threed::{name}", fake, lib=_LIBRARY)
-    OPERATORS[f"threed::{name}"] = Operator(work, launches)
+    OPERATORS[f"threed::{name}"] = Operator(work, (lambda *_: launches) if isinstance(launches, int) else launches)
     return getattr(torch.ops.threed, name).default
 
 

@@ -59,7 +59,7 @@ def backward(
 ) -> Tensor:  # fmt: skip
     """The gradient of `sum` [n h], plus `residual` [n h]; dweight and dbias, fp32 [h], get their sums over rows.
 
-    add, add_bias: to what they hold. Launches two kernels, three with a bias.
+    add, add_bias: to what they hold. Launches two kernels.
     """
     dx: Tensor = _BACKWARD(dy, done.sum, weight, done.means, done.scales, residual, dweight, dbias, add, add_bias)
     return dx
@@ -103,8 +103,8 @@ def _start_backward(
         "norm_backward", dy, total, weight, means, scales, residual, dx, parts[0],
         parts[1] if dbias is not None else None, rows, h, blocks,
     )  # fmt: skip
-    for part, gradient, adds in zip(parts, gradients, (add, add_bias), strict=False):
-        sums.add_parts(part, gradient, add=adds)
+    summed = [sums.Parts(*one) for one in zip(parts, gradients, (add, add_bias), strict=False)]
+    sums.add_parts(*summed)
     return dx
 
 
@@ -136,5 +136,5 @@ _FORWARD = launch.define(
 _BACKWARD = launch.define(
     "norm_backward(Tensor dy, Tensor total, Tensor weight, Tensor? means, Tensor scales, Tensor? residual,"
     " Tensor(a!) dweight, Tensor(b!)? dbias, bool add, bool add_bias) -> Tensor",
-    _start_backward, lambda dy, *rest: torch.empty_like(dy), launches=3,
+    _start_backward, lambda dy, *rest: torch.empty_like(dy), launches=2,
 )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -23,16 +25,26 @@ def fits(x: Tensor) -> bool:
     return whole and launch.available(x)
 
 
-def add_parts(parts: Tensor | None, out: Tensor, *, add: bool) -> None:
-    """out [h] = their sum over parts [k h], plus what it held if `add`; fp32. Launches one kernel."""
-    if parts is None:
-        return
-    fits = parts.dtype == out.dtype == torch.float32 and parts.dim() == 2 and parts.shape[1] == out.numel()
-    fits = fits and parts.is_contiguous() and out.is_contiguous() and out.numel() % 4 == 0
-    fits = fits and launch.aligned(parts) and launch.aligned(out)
-    launch.check(fits, "add_parts", "fp32 parts [k h] and out [h], 16-byte aligned, h a multiple of 4", parts, out)
-    if out.numel():
-        launch.start("add_parts", parts, out, len(parts), out.numel(), add)
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A sum in parts [k h]. out: fp32 [h], gets it; add: plus what it held."""
+
+    parts: Tensor
+    out: Tensor
+    add: bool
+
+
+def add_parts(first: Parts, second: Parts | None = None) -> None:
+    """Adds up the parts of one sum, or of two of one shape. Launches one kernel."""
+    for one in (first, second) if second is not None else (first,):
+        fits = one.parts.dtype == one.out.dtype == torch.float32 and one.parts.shape == first.parts.shape
+        fits = fits and one.parts.dim() == 2 and one.parts.shape[1] == one.out.numel() and one.out.numel() % 4 == 0
+        fits = fits and all(t.is_contiguous() and launch.aligned(t) for t in (one.parts, one.out))
+        wanted = "fp32 parts [k h] and out [h], 16-byte aligned, h a multiple of 4"
+        launch.check(fits, "add_parts", wanted, one.parts, one.out)
+    if first.out.numel():
+        of_second = (None, None, False) if second is None else (second.parts, second.out, second.add)
+        launch.start("add_parts", first.parts, first.out, first.add, *of_second, *first.parts.shape)
 
 
 def column_sums(x: Tensor, out: Tensor, *, add: bool) -> None:
@@ -52,7 +64,7 @@ def _start_column_sums(x: Tensor, out: Tensor, add: bool) -> None:
     parts = x.new_empty(row_blocks(x), x.shape[1], dtype=torch.float32)
     if parts.numel():
         launch.start("column_sums", x, parts, len(x), x.shape[1], len(parts))
-    add_parts(parts, out, add=add)
+    add_parts(Parts(parts, out, add))
 
 
 def _start_square_sum(x: Tensor) -> Tensor:

@@ -98,7 +98,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+            known = [arg for arg in args if not isinstance(arg, torch.dtype)]  # torch's formulas know no `out_dtype`
+            self.flops += formula(*known, **(kwargs or {}), out_val=out)
         self.look_at((args, out))
         return out
 
