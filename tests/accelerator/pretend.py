@@ -57,8 +57,14 @@ def device() -> torch.device:
     if set_up is None:
         pytest.skip(f"torch {torch.__version__} has no backend made in Python: torch.utils.backend_registration")
     if torch._C._get_privateuse1_backend_name() != NAME:
-        set_up(NAME)
+        there: dict[str, Any] = {"is_available": lambda _: _pretending}
+        module = type("Module", (registration._DummyBackendModule,), there)()
+        hook = type("Hook", (registration._DummyPrivateUse1Hook,), there)()
+        set_up(NAME, backend_module=module, hook=hook)
     return torch.device(NAME, 0)
+
+
+_pretending = False  # else there is no such device: other tests in this process would be run on it
 
 
 # --------------------------------------------------------------------------------------------------------------- doors
@@ -210,12 +216,14 @@ def pretending(rank: int = 0, world: int = 1) -> Iterator[Pretend]:
     where = device()
     if not _FAKE:
         _FAKE.append(FakeTensorMode())
-    watch, hook = Pretend(where), sys.excepthook
+    global _pretending
+    watch, hook, _pretending = Pretend(where), sys.excepthook, True
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         with torch.autograd.set_multithreading_enabled(False), _FAKE[0], watch, AsOnCuda(watch), _doors(watch):
             yield watch
     finally:
+        _pretending = False
         dist.destroy_process_group()
         sys.excepthook = hook  # each process group wraps another around it
 
