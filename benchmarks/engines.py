@@ -56,6 +56,7 @@ class ThreeD:
     """
 
     pp, tp, sequence, schedule, zero = 1, 1, False, "1f1b", 1
+    compile = False
     offload = Offload(0)  # where state lives; the stage is `zero`
 
     def __init__(self, config: GPTConfig, args: Any) -> None:
@@ -76,6 +77,7 @@ class ThreeD:
             "zero": {"stage": self.zero, **self._places(args)},
             "precision": {"dtype": self.offload.dtype},
             "train": {"global_batch": args.batch, "micro_batch": args.batch // dp // count, "grad_clip": 0.0},
+            "run": {"compile": self.compile},
         }
 
     def _places(self, args: Any) -> dict[str, Any]:
@@ -151,6 +153,12 @@ class Zero0(ThreeD):
     """Plain data parallelism."""
 
     zero = 0
+
+
+class Blocks(Zero0):
+    """Its blocks through torch.compile."""
+
+    compile = True
 
 
 class Zero1(ThreeD):
@@ -254,6 +262,7 @@ class ThreeD222Sequence(ThreeD222):
 
 ENGINES: dict[str, Callable[[GPTConfig, Any], Engine]] = {
     **PEERS, **DEEPSPEED,
+    "threed_compiled": Blocks,
     "threed_zero0": Zero0, "threed_zero1": Zero1, "threed_zero2": Zero2, "threed_zero3": Zero3,
     "wrapped_zero0": Wrapped0, "wrapped_zero1": Wrapped1, "wrapped_zero2": Wrapped2, "wrapped_zero3": Wrapped3,
     "threed_tp": TP2, "threed_tp_sp": TP2Sequence, "threed_1f1b": PP2, "threed_gpipe": PP2GPipe,

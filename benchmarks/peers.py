@@ -85,6 +85,14 @@ class Single(Peer):
         return local(loss.detach())
 
 
+class Compiled(Single):
+    """One process, the whole model through torch.compile."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        model.compile(fullgraph=True)
+        return model
+
+
 class DDP(Single):
     """DistributedDataParallel."""
 
@@ -253,7 +261,7 @@ class ComposedSequence(Composed):
 
 
 PEERS = {
-    "single": Single, "ddp": DDP, "ddp_again": DDPAgain, "torch_zero1": TorchZero1, "fsdp2": FSDP2,
-    "fsdp2_keep": FSDP2Keep, "dtensor_tp": TP, "dtensor_tp_sp": TPSequence,
+    "single": Single, "compiled": Compiled, "ddp": DDP, "ddp_again": DDPAgain, "torch_zero1": TorchZero1,
+    "fsdp2": FSDP2, "fsdp2_keep": FSDP2Keep, "dtensor_tp": TP, "dtensor_tp_sp": TPSequence,
     "torch_gpipe": PipelineGPipe, "torch_1f1b": Pipeline, "torch_3d": Composed, "torch_3d_sp": ComposedSequence,
 }  # fmt: skip

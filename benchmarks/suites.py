@@ -36,6 +36,7 @@ OURS = ("threed_zero1", "threed_zero2", "threed_zero3", "wrapped_zero1", "wrappe
 BASE = ("--preset", "base", "--batch", "2", "--microbatches", "2")
 
 SUITES = {
+    "compile": Suite(1, ("compiled", "threed_compiled", "single", "threed_zero0")),
     "dp2": Suite(2, ("ddp", "threed_zero1")),
     "dp2_fsdp2": Suite(2, ("fsdp2", "threed_zero1")),
     "tp2": Suite(2, ("dtensor_tp", "threed_tp")),

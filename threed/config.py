@@ -232,6 +232,8 @@ class RunConfig(_Group):
     name: Annotated[Text, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")] | None = Field(
         None, description="name of the run; none: of the preset or TOML file, else of the arch"
     )
+    compile: Switch = Field(False, description="blocks run through torch.compile")
+    compile_backend: Text = Field("inductor", description="who compiles them: a backend of torch.compile")
 
 
 class Config(BaseModel):

@@ -35,7 +35,7 @@ from threed.metrics import Faults
 from threed.metrics import StepMetrics as StepMetrics
 from threed.models import Model, Wrapped
 from threed.models.check import check
-from threed.pipeline import activation_checkpointing
+from threed.pipeline import activation_checkpointing, compiling
 from threed.pipeline.executor import Executor, Span
 from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.transport import Links, Transport
@@ -117,6 +117,7 @@ class Engine:
             self.wrapped.agree(topology.axis("dp"), topology.device)
         records.fill(self.optimizer, self._initial_value, (records.WEIGHT,))
         self.hooks = self._hook_up(mine)
+        compiling.compile_layers(mine, layers, config.run)
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wrapped is not None)
         self.executor = Executor(

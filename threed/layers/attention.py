@@ -37,7 +37,8 @@ def rotary_table(
 
 def rotate(x: Tensor, theta: float) -> Tensor:
     """Rotary positions on x [s b a d]."""
-    cos, sin = rotary_table(x.shape[0], x.shape[-1], theta, x.device, x.dtype)
+    table = rotary_table.__wrapped__ if torch.compiler.is_compiling() else rotary_table
+    cos, sin = table(x.shape[0], x.shape[-1], theta, x.device, x.dtype)
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
@@ -107,11 +108,9 @@ class Attention(nn.Module):
         """Queries, keys and values in one tensor [s b (a+2k)/t d]; queries and the others where these are shared."""
         if self.qkv is not None:
             return (self.recompute.column(self.qkv, x),)
-        x = (
-            self.recompute.run("norm", self.slicing.gather, x)
-            if self.slicing.sequence_parallel
-            else self.slicing.gather(x)
-        )
+        # torch.compile does not compute twice what other ranks take part in: its backward keeps what was gathered.
+        again = self.slicing.sequence_parallel and not torch.compiler.is_compiling()
+        x = self.recompute.run("norm", self.slicing.gather, x) if again else self.slicing.gather(x)
         return self.query(x), self.key_value(x)
 
     def _attend(self, *projected: Tensor) -> Tensor:

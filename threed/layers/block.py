@@ -40,6 +40,7 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches: [s b h] -> [s b h] (or [s/t b h])."""
 
     recompute = Recompute()
+    compilable = True
 
     def __init__(
         self, name: str, norms: tuple[nn.Module, nn.Module], attention: nn.Module, mlp: nn.Module, slicing: Slicing, *,

@@ -14,6 +14,7 @@ With `Slicing.tile` this rank's matrix is cut by rows again, into tiles that are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,36 +37,35 @@ class _Linear(torch.autograd.Function):
         if gather:
             x = collectives.all_gather(x, axis)
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.bias, ctx.axis, ctx.gather = weight, bias, axis, gather
+        ctx.params, ctx.axis, ctx.gather = (weight, bias), axis, gather
         return matmul.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        dy = dy.contiguous()
-        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        pending = None
-        if need_dx:
-            reduce = collectives.start_reduce_scatter if ctx.gather else collectives.start_all_reduce
-            pending = reduce(matmul.linear(dy, weight.t()), ctx.axis)
         # Of the parameter itself: what was saved comes back as another tensor where hooks have kept it.
-        dw = weight_gradient(ctx.weight, dy, x) if need_dw else None
-        db = bias_gradient(ctx.bias, dy) if need_db else None
-        return pending.wait() if pending else None, dw, db, None, None
+        (x, weight), of_f = ctx.saved_tensors, (ctx.axis, ctx.gather)
+        return *gradients(dy, x, weight, ctx.params, of_f, ctx.needs_input_grad[:3]), None, None
+
+
+def gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, params: tuple[Tensor, Tensor | None], of_f: tuple[Axis, bool],
+    need: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of x before f, weight and bias for y = x weight^T + bias; those of params go to their sinks, and
+    None is returned, where they have one. of_f: the axis, and whether it gathered. need: which of the three."""
+    dy, (axis, gather), pending = dy.contiguous(), of_f, None
+    if need[0]:
+        reduce = collectives.start_reduce_scatter if gather else collectives.start_all_reduce
+        pending = reduce(matmul.linear(dy, weight.t()), axis)
+    dw = weight_gradient(params[0], dy, x) if need[1] else None
+    db = bias_gradient(params[1], dy) if need[2] and params[1] is not None else None
+    return pending.wait() if pending else None, dw, db
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, axis: Axis = LOCAL, gather: bool = False) -> Tensor:
     """x [... in] -> [... out], with this layer's f on `axis`; weight [out in] may be a slice of a larger one."""
     out: Tensor = _Linear.apply(x, weight, bias, axis, gather)
     return out
-
-
-def _product(layer: nn.Module, x: Tensor, bias: Tensor | None, axis: Axis, gather: bool) -> Tensor:
-    """What a layer's weight makes of x: in one product, or tile by tile."""
-    weights = tiles_of(layer)
-    if len(weights) == 1:
-        return linear(x, weights[0], bias, axis, gather)
-    return tiled_linear(x, weights, bias, axis, gather)
 
 
 class _AddBias(torch.autograd.Function):
@@ -81,15 +81,48 @@ class _AddBias(torch.autograd.Function):
         return dy, bias_gradient(ctx.bias, dy.contiguous()) if ctx.needs_input_grad[1] else None
 
 
-class _Product(nn.Module):
-    """What the linear layers have in common."""
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """What a graph of torch.compile needs of a linear layer (`layers.compiled`).
+
+    layer, axis: stand for the layer and its axis. outputs: its columns of y. asks: in place of the weight, where that
+    is cut into tiles: an empty tensor that requires a gradient, so that y does.
+    """
+
+    layer: Any
+    axis: Any
+    outputs: int
+    asks: Tensor | None
+
+
+class Product(nn.Module):
+    """What the linear layers have in common: the product, over `axis` with its f, which gathers if `gather`."""
+
+    axis, gather = LOCAL, False
+    traced: Traced | None = None
 
     def flops(self, tokens: int, seq: int) -> int:
         """FLOPs of a forward."""
         return 2 * tokens * sum(weight.numel() for weight in tiles_of(self))
 
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """What the layer's weight makes of x: in one product, or tile by tile."""
+        if self.traced is not None and torch.compiler.is_compiling():
+            return self._traced_product(self.traced, x, bias)
+        weights = tiles_of(self)
+        if len(weights) == 1:
+            return linear(x, weights[0], bias, self.axis, self.gather)
+        return tiled_linear(x, weights, bias, self.axis, self.gather)
 
-class ColumnLinear(_Product):
+    def _traced_product(self, by: Traced, x: Tensor, bias: Tensor | None) -> Tensor:
+        parts = self.axis.size if self.gather else 1
+        whole = torch.ops.threed.gather_from(x.detach(), parts, by.axis) if self.gather else x
+        weight = self.weight if by.asks is None else by.asks
+        out: Tensor = torch.ops.threed.product(x, whole, weight, bias, by.outputs, parts, by.layer)
+        return out
+
+
+class ColumnLinear(Product):
     """A linear layer cut by outputs: x [s b h] (or [s/t b h] when sequences are cut) -> [s b out/t].
 
     outputs: the global matrices packed into it, as (name, out) pairs; each is cut by itself into whole multiples of
@@ -115,10 +148,10 @@ class ColumnLinear(_Product):
         self.bias = parameter(ShardSpec(tuple(biases), same, same, decay=False), (rows,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return _product(self, x, self.bias, self.axis, self.gather)
+        return self.product(x, self.bias)
 
 
-class RowLinear(_Product):
+class RowLinear(Product):
     """A linear layer cut by inputs: x [s b in/t] -> [s b out] (or [s/t b out] when sequences are cut).
 
     The bias is added once, after the sum; when sequences are cut its gradient is partial.
@@ -137,14 +170,14 @@ class RowLinear(_Product):
         self.bias = parameter(slicing.shared(vector(f"{name}.bias", outputs)), (outputs,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.slicing.reduce(_product(self, x, None, LOCAL, False))
+        y = self.slicing.reduce(self.product(x, None))
         if self.bias is None:
             return y
         added: Tensor = _AddBias.apply(y, self.bias) if launch.ready(y) else y + self.bias
         return added
 
 
-class ReplicatedLinear(_Product):
+class ReplicatedLinear(Product):
     """A linear layer that every tensor rank holds whole, without communication: x [... in] -> [... out].
 
     For what is too small to cut (a router, a projection to a low rank), or what works on positions between blocks:
@@ -165,7 +198,7 @@ class ReplicatedLinear(_Product):
         self.bias = parameter(spec, (outputs,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return _product(self, x, self.bias, LOCAL, False)
+        return self.product(x, self.bias)
 
 
 TiledLinear = ReplicatedLinear  # its name when tiles were all that it was for

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from threed import collectives
 from threed.device import rng_states, set_rng_states
@@ -205,6 +206,24 @@ def _never(_: Any) -> Tensor:
     raise AssertionError("a graph made to rebuild values has no backward")
 
 
+_CORES = [getattr(torch.ops.aten, name, None) for name in (
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+)]  # fmt: skip
+_SAVED = frozenset(core.default for core in _CORES if core is not None)
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _SAVED else CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _contexts() -> Any:
+    """What torch.compile keeps of an operation that is recomputed: what fused attention returns, which the next layer
+    saves in any case, beside a number for each query. (torch 2.13 mistakes its random state for a saved tensor, where
+    it is recomputed in a graph with opaque objects.)"""
+    return create_selective_checkpoint_contexts(_policy)
+
+
 class Selective(Recompute):
     """Recomputes the operations named `ops` in the backward; everything else is saved."""
 
@@ -233,6 +252,9 @@ class Selective(Recompute):
         """Returns f(*inputs); saves nothing of it if `name` is one of the operations to recompute."""
         if name not in self.ops or self._running or not torch.is_grad_enabled():
             return f(*inputs)
+        if torch.compiler.is_compiling():
+            again: Tensor = checkpoint(f, *inputs, use_reentrant=False, context_fn=_contexts)
+            return again
         alone = functools.partial(self._alone, f)
         operation = _Operation(name, alone, [self._pack(x) for x in inputs], [x.requires_grad for x in inputs])
         y = operation.first(inputs)
@@ -250,7 +272,7 @@ class Selective(Recompute):
 
     def column(self, layer: Column, x: Tensor) -> Tensor:
         """Returns layer(x); if the layer gathers an x that is to be rebuilt, the backward gathers it again as well."""
-        source = self._made(x)
+        source = None if torch.compiler.is_compiling() else self._made(x)
         if not layer.gather or source is None:
             return layer(x)
         placeholder = source.result(x)  # a hook that refers to x itself would keep it alive

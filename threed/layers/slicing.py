@@ -28,6 +28,7 @@ class Slicing:
     sequence: bool = False
     seed: int = 1234
     tile: int = 1
+    opaque: Any = field(default=None, init=False)  # stands for `tp` in a graph of torch.compile (`layers.compiled`)
 
     def __deepcopy__(self, memo: object) -> Slicing:
         return self
@@ -90,11 +91,20 @@ class Slicing:
 
         Every rank gets all of x; the gradient is the sum of the ranks' gradients.
         """
-        return (collectives.gather_from if self.sequence_parallel else collectives.copy_to)(x, self.tp)
+        return self._conjugate("gather_from" if self.sequence_parallel else "copy_to", x)
 
     def reduce(self, x: Tensor) -> Tensor:
         """Applies g, after layers cut over tensor ranks: sums the ranks' [s b h] (returns its [s/t b h] of the sum)."""
-        return (collectives.scatter_to if self.sequence_parallel else collectives.reduce_from)(x, self.tp)
+        return self._conjugate("scatter_to" if self.sequence_parallel else "reduce_from", x)
+
+    def _conjugate(self, name: str, x: Tensor) -> Tensor:
+        traced = self.tp.size > 1 and self.opaque is not None and torch.compiler.is_compiling()
+        done: Tensor = (
+            getattr(torch.ops.threed, name)(x, self.tp.size, self.opaque)
+            if traced
+            else getattr(collectives, name)(x, self.tp)
+        )
+        return done
 
 
 @dataclass(frozen=True, eq=False)

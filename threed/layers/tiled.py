@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.collectives import split
-from threed.layers.slicing import tile_gatherer_of, weight_gradient
+from threed.layers.slicing import bias_gradient, tile_gatherer_of, weight_gradient
 from threed.ops import matmul
 from threed.sharding import Piece, ShardSpec, parameter
 from threed.topology import Axis, alone
@@ -115,43 +115,59 @@ class _Tiled(torch.autograd.Function):
         # Autograd does not save gathered tiles: hooks that offload saved tensors would read freed memory.
         gathered = any(tile_gatherer_of(weight) is not None for weight in weights)
         ctx.save_for_backward(x, *(() if gathered else weights))
-        ctx.weights, ctx.axis, ctx.gather = weights, axis, gather
-        cuts = _cuts(weights)
-        y = x.new_empty(*x.shape[:-1], cuts[-1][1])
-        flat_x, flat_y = x.flatten(0, -2), y.view(-1, y.shape[-1])
-        for i, opened in _walk(weights, range(len(weights))):
-            out = flat_y[:, slice(*cuts[i])]
-            if bias is not None:
-                out.copy_(bias[slice(*cuts[i])])
-            with opened:
-                matmul.add_product_(out, flat_x, weights[i].t(), fresh=bias is None)
-        return y
+        ctx.weights, ctx.bias, ctx.axis, ctx.gather = weights, bias, axis, gather
+        return product(x, weights, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *saved = ctx.saved_tensors
-        weights = ctx.weights  # the parameters themselves: hooks may return other tensors for saved ones
-        cuts, flat_dy = _cuts(weights), dy.flatten(0, -2)
-        need_dx, need_db = ctx.needs_input_grad[:2]
-        grads: list[Tensor | None] = [None] * len(weights)
-        # Last tile first: the order of buckets. A tile's gradient is computed while the next tile is being gathered;
-        # but if the input's gradient is summed over ranks, that sum begins first and overlaps with the others.
-        order, pending = range(len(weights))[::-1], None
-        early = need_dx and ctx.axis.size == 1
-        if need_dx:
-            total = torch.empty(x.shape, dtype=_sum_dtype(x, len(weights)), device=x.device)
-            for i, opened in _walk(weights, order):
-                part = _columns(flat_dy, cuts[i])
-                with opened:
-                    _add(total.flatten(0, -2), part, (saved or weights)[i], fresh=i == order[0])
-                if early:
-                    grads[i] = weight_gradient(weights[i], part, x)
-            reduce = collectives.start_reduce_scatter if ctx.gather else collectives.start_all_reduce
-            pending = reduce(total.to(x.dtype), ctx.axis)
-        for i in () if early else order:
-            grads[i] = weight_gradient(weights[i], _columns(flat_dy, cuts[i]), x)
-        db = flat_dy.sum(0) if need_db else None
-        return pending.wait() if pending else None, db, None, None, *grads
+        # The parameters themselves get gradients: hooks may return other tensors for saved ones.
+        of_f, need = (ctx.axis, ctx.gather), ctx.needs_input_grad[:2]
+        dx, db, *grads = gradients(dy, x, saved or ctx.weights, (ctx.weights, ctx.bias), of_f, need)
+        return dx, db, None, None, *grads
+
+
+def product(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """x [... in] -> [... out], tile by tile."""
+    cuts = _cuts(weights)
+    y = x.new_empty(*x.shape[:-1], cuts[-1][1])
+    flat_x, flat_y = x.flatten(0, -2), y.view(-1, y.shape[-1])
+    for i, opened in _walk(weights, range(len(weights))):
+        out = flat_y[:, slice(*cuts[i])]
+        if bias is not None:
+            out.copy_(bias[slice(*cuts[i])])
+        with opened:
+            matmul.add_product_(out, flat_x, weights[i].t(), fresh=bias is None)
+    return y
+
+
+def gradients(
+    dy: Tensor, x: Tensor, weights: Sequence[Tensor], params: tuple[Sequence[Tensor], Tensor | None],
+    of_f: tuple[Axis, bool], need: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of x before f, bias and each tile; those of params go to their sinks, and None is returned, where
+    they have one. of_f: the axis, and whether it gathered. need: those of x and bias."""
+    (axis, gather), (need_dx, need_db) = of_f, need
+    cuts, flat_dy = _cuts(weights), dy.flatten(0, -2)
+    grads: list[Tensor | None] = [None] * len(weights)
+    # Last tile first: the order of buckets. A tile's gradient is computed while the next tile is being gathered;
+    # but if the input's gradient is summed over ranks, that sum begins first and overlaps with the others.
+    order, pending = range(len(weights))[::-1], None
+    early = need_dx and axis.size == 1
+    if need_dx:
+        total = torch.empty(x.shape, dtype=_sum_dtype(x, len(weights)), device=x.device)
+        for i, opened in _walk(params[0], order):
+            part = _columns(flat_dy, cuts[i])
+            with opened:
+                _add(total.flatten(0, -2), part, weights[i], fresh=i == order[0])
+            if early:
+                grads[i] = weight_gradient(params[0][i], part, x)
+        reduce = collectives.start_reduce_scatter if gather else collectives.start_all_reduce
+        pending = reduce(total.to(x.dtype), axis)
+    for i in () if early else order:
+        grads[i] = weight_gradient(params[0][i], _columns(flat_dy, cuts[i]), x)
+    db = bias_gradient(params[1], dy.contiguous()) if need_db and params[1] is not None else None
+    return pending.wait() if pending else None, db, *grads
 
 
 def _columns(matrix: Tensor, span: Span) -> Tensor:

@@ -26,8 +26,9 @@ _launchers: dict[str, Any] = {}
 
 
 def available(x: Tensor) -> bool:
-    """Returns whether kernels work on this tensor's device: a GPU, where this installation has them."""
-    return on_gpu(x) and native.library("cuda") is not None
+    """Returns whether kernels work on this tensor's device: a GPU, where this installation has them. Not in a function
+    that torch.compile reads, which fuses by itself."""
+    return not torch.compiler.is_compiling() and on_gpu(x) and native.library("cuda") is not None
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -1,0 +1,189 @@
+"""Blocks through torch.compile inside the engine: no graph break, one graph for all that are alike, the same numbers.
+
+`fullgraph` makes a break an error. The backend that only traces (aot_eager) computes with the same kernels in the same
+order, so there every number is the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from torch import Tensor, nn
+
+from tests import test_equivalence as equivalence
+from tests.configs import SEQ, VOCAB, Case, batch, config_of, engine_of, padded_to, share
+from tests.covering import Space, Values
+from tests.harness import run_ranks
+from threed.config import Config, ConfigError, resolve
+from threed.engine import Engine
+from threed.layers import Block, Dropout
+from threed.topology import Topology
+
+SETTINGS: dict[str, list[object]] = {name: options[:1] for name, options in equivalence.SETTINGS.items()} | {
+    "dp": [1, 2],
+    "tp": [1, 2],
+    "model": ["gpt", "qwen-tied"],
+    "sequence": [True, False],
+    "zero": [0, 3],
+    "microbatches": [1, 3],
+    "dropout": [0.0, 0.1],
+    "recompute": ["none", "full", "selective"],
+    "tile": [1, 3],
+}
+
+
+def make(values: Values) -> Case | None:
+    """A case of the equivalence tests on at most two ranks."""
+    case = equivalence.make(values)
+    return case if case is not None and case.world <= 2 else None
+
+
+SPACE = Space(SETTINGS, make, cost=lambda case: 4 + case.world * case.layers, shape=lambda c: (c.dp, c.tp))
+
+
+def compiled(config: Config, backend: str = "aot_eager") -> Config:
+    """The same, compiled."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"compile": True, "compile_backend": backend})})
+
+
+def steps(config: Config, pad: int = 0, count: int = 2) -> tuple[list[tuple[float, float | None]], dict[str, Tensor]]:
+    """Losses and norms of some steps, the loss of an evaluation after them, and the weights on rank 0."""
+    with padded_to(pad):
+        engine = engine_of(config)
+    rows = config.train.global_batch
+    seen = [engine.step(share(batch(step, rows), engine.topology)) for step in range(count)]
+    evaluated = float(engine.evaluate(share(batch(count, rows), engine.topology)))
+    return [*((s.loss, s.grad_norm) for s in seen), (evaluated, None)], engine.full_state_dict()
+
+
+def compare(cases: Sequence[Case]) -> list[str]:
+    """On every rank: what differs between a case as it is, and compiled."""
+    wrong = []
+    for case in cases:
+        dynamo.reset()
+        config = config_of(case)
+        (numbers, weights), (again, weights_again) = steps(config, case.pad), steps(compiled(config), case.pad)
+        other = [name for name, value in weights.items() if not torch.equal(value, weights_again[name])]
+        if numbers != again or other:
+            wrong.append(f"{case}: {numbers} and {again}; {other}")
+    return wrong
+
+
+def compare_all(cases: Sequence[Case]) -> None:
+    """The same in a world for each shape."""
+    wrong: list[str] = []
+    for shape in sorted({(case.pp, case.dp, case.tp) for case in cases}):
+        mine = [case for case in cases if (case.pp, case.dp, case.tp) == shape]
+        for found in run_ranks(mine[0].world, compare, mine, timeout=1200):
+            wrong += found
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_number_is_the_same_in_a_covering_set() -> None:
+    compare_all(SPACE.covering(0))
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_every_number_is_the_same_in_all_topologies(seed: int) -> None:
+    compare_all(equivalence.SPACE.covering(seed))
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+
+
+def alone(**changes: object) -> Config:
+    """The configuration of one process."""
+    return config_of(Case(**changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_blocks_that_are_alike_share_one_graph(dropout: float) -> None:
+    config = compiled(alone(layers=6, dropout=dropout))
+    engine, rows = engine_of(config), config.train.global_batch
+    for step in range(4):
+        engine.step(batch(step, rows))
+    assert sum(1 for layer in engine.blueprint.layers if isinstance(layer, Block)) == 6
+    # The number of a step rules dropout: it becomes an input of the graph when it is another one.
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == (1 if dropout == 0 else 2)
+    assert not dynamo.utils.counters["graph_break"]
+
+
+def test_inductor_trains_to_the_same_within_rounding() -> None:
+    config = alone(model="llama", dropout=0.1)
+    (numbers, weights), (again, weights_again) = steps(config), steps(compiled(config, "inductor"))
+    # Rotary tables are fp32, and other sines by one rounding.
+    assert [loss for loss, _ in again] == pytest.approx([loss for loss, _ in numbers], rel=1e-8)
+    assert [norm for _, norm in again[:-1]] == pytest.approx([norm for _, norm in numbers[:-1]], rel=1e-6)
+    for name, value in weights.items():
+        torch.testing.assert_close(weights_again[name], value, rtol=1e-5, atol=1e-7)
+
+
+class Plain(nn.Module):
+    """A layer of a user's own around threed's: it may be compiled."""
+
+    compilable = True
+
+    def __init__(self, block: Block, breaks: bool) -> None:
+        super().__init__()
+        self.block, self.breaks, self.name = block, breaks, block.name
+
+    def forward(self, x: Tensor, micro: object) -> Tensor:
+        y = self.block(x, micro)
+        if self.breaks:
+            print(float(y.sum()))
+        return y.mul(1.0)
+
+
+def own(breaks: bool) -> tuple[Engine, int]:
+    """An engine whose blocks are of a user's own type."""
+    from threed import models
+    from threed.layers import Slicing
+
+    config = compiled(alone())
+    model = models.build(config.model, Slicing(seed=config.train.seed))
+    layers = [Plain(layer, breaks) if isinstance(layer, Block) else layer for layer in model.layers()]
+    model.layers = lambda: layers  # type: ignore[method-assign]
+    return Engine(model, Topology(), config), config.train.global_batch
+
+
+def test_a_users_layer_is_compiled_if_it_says_so() -> None:
+    engine, rows = own(breaks=False)
+    loss = engine.step(batch(0, rows)).loss
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert loss == engine_of(alone()).step(batch(0, rows)).loss
+
+
+def test_a_layer_that_breaks_the_graph_is_an_error() -> None:
+    engine, rows = own(breaks=True)
+    with pytest.raises(dynamo.exc.Unsupported, match=r"print|item"):
+        engine.step(batch(0, rows))
+
+
+def test_a_module_that_cannot_be_compiled_by_layers_is_refused() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(VOCAB, VOCAB)
+
+        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.table(tokens).flatten(0, 1), labels.flatten())
+
+    config = Config.model_validate({"train": {"global_batch": 4, "micro_batch": 4}, "run": {"compile": True}})
+    with pytest.raises(ConfigError, match=r"--run.compile: no layer of this model .* `compilable = True`"):
+        Engine(Whole(), Topology(), resolve(config, VOCAB, 1))
+
+
+def test_dropout_is_a_function_of_the_step_in_a_graph_too() -> None:
+    config = alone(dropout=0.3)
+    first, again = steps(compiled(config), count=3)[0], steps(config, count=3)[0]
+    assert first == again
+    assert any(isinstance(m, Dropout) for layer in engine_of(config).blueprint.layers for m in layer.modules())
+    assert SEQ % 4 == 0
