@@ -46,7 +46,9 @@ SPACE = Space(SETTINGS, make, cost=lambda case: 4 + case.world * case.layers, sh
 
 def compiled(config: Config, backend: str = "aot_eager") -> Config:
     """The same, compiled."""
-    return config.model_copy(update={"run": config.run.model_copy(update={"compile": True, "compile_backend": backend})})
+    return config.model_copy(
+        update={"run": config.run.model_copy(update={"compile": True, "compile_backend": backend})}
+    )
 
 
 def steps(config: Config, pad: int = 0, count: int = 2) -> tuple[list[tuple[float, float | None]], dict[str, Tensor]]:

@@ -139,6 +139,9 @@ class Vanishing:
         for n, param in enumerate(self.layers[unit].parameters()):
             param.data.fill_(torch.nan) if values is None else param.data.copy_(values[n])
 
+    def comes_and_goes(self, unit: int) -> bool:
+        return True
+
     def start(self, unit: int) -> None:
         self.gathers[unit] += unit not in self.whole
         self.whole.add(unit)

@@ -65,7 +65,7 @@ def _product_backward(dy: Tensor, whole: Tensor, weight: Tensor, parts: int, nee
     layer, tiles, f = of.value, tiled.tiles_of(of.value), (of.value.axis, of.value.gather)
     bias = layer.bias if need[2] else None  # the parameter itself, which has the sink
     if len(tiles) == 1:
-        dx, *rest = linear.gradients(dy, whole, weight, (tiles[0], bias), f, need)
+        dx, *rest = linear.gradients(dy, whole, weight, (tiles[0], bias), f, need[0])
     else:
         dx, *rest = tiled.gradients(dy, whole, tiles, (tiles, bias), f, (need[0], need[2]))
     if any(gradient is not None for gradient in rest):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.collectives import split
-from threed.layers.slicing import Slicing, bias_gradient, weight_gradient
+from threed.layers.slicing import Slicing, bias_gradient, for_autograd, weight_gradient
 from threed.layers.tiled import LOCAL, add_weight, tiled_linear, tiles_of
 from threed.ops import launch, matmul
 from threed.sharding import ShardSpec, matrix, parameter, vector
@@ -30,41 +30,48 @@ from threed.topology import Axis
 
 
 class _Linear(torch.autograd.Function):
-    """y = f(x) w^T + b, where f belongs to `axis` (one rank: nothing) and gathers when `gather`."""
+    """y = f(x) w^T + b, where f belongs to `axis` (one rank: nothing) and gathers when `gather`. w and b are `params`;
+    beside, autograd gets them where it is to know of them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, gather: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis, gather: bool,
+        params: tuple[Tensor, Tensor | None],
+    ) -> Tensor:  # fmt: skip
         if gather:
             x = collectives.all_gather(x, axis)
-        ctx.save_for_backward(x, weight)
-        ctx.params, ctx.axis, ctx.gather = (weight, bias), axis, gather
-        return matmul.linear(x, weight, bias)
+        ctx.save_for_backward(x, params[0])
+        ctx.params, ctx.of_f = params, (axis, gather)
+        return matmul.linear(x, *params)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        # Of the parameter itself: what was saved comes back as another tensor where hooks have kept it.
-        (x, weight), of_f = ctx.saved_tensors, (ctx.axis, ctx.gather)
-        return *gradients(dy, x, weight, ctx.params, of_f, ctx.needs_input_grad[:3]), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        # Of the parameters themselves: what was saved comes back as another tensor where hooks have kept it.
+        x, weight = ctx.saved_tensors
+        return *gradients(dy, x, weight, ctx.params, ctx.of_f, ctx.needs_input_grad[0]), None, None, None
 
 
 def gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, params: tuple[Tensor, Tensor | None], of_f: tuple[Axis, bool],
-    need: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    dy: Tensor, x: Tensor, weight: Tensor, params: tuple[Tensor, Tensor | None], of_f: tuple[Axis, bool], need_dx: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of x before f, weight and bias for y = x weight^T + bias; those of params go to their sinks, and
-    None is returned, where they have one. of_f: the axis, and whether it gathered. need: which of the three."""
-    dy, (axis, gather), pending = dy.contiguous(), of_f, None
-    if need[0]:
-        reduce = collectives.start_reduce_scatter if gather else collectives.start_all_reduce
-        pending = reduce(matmul.linear(dy, weight.t()), axis)
-    dw = weight_gradient(params[0], dy, x) if need[1] else None
-    db = bias_gradient(params[1], dy) if need[2] and params[1] is not None else None
-    return pending.wait() if pending else None, dw, db
+    None is returned, where they have one. of_f: the axis, and whether it gathered."""
+    dy, (axis, gather), dx, pending = dy.contiguous(), of_f, None, None
+    rows = dy.flatten(0, -2)
+    if need_dx:
+        dx = matmul.input_gradient(rows, weight).view(*dy.shape[:-1], weight.shape[1])
+        if axis.size > 1:
+            pending = (collectives.start_reduce_scatter if gather else collectives.start_all_reduce)(dx, axis)
+    dw = weight_gradient(params[0], rows, x)
+    db = bias_gradient(params[1], rows) if params[1] is not None and params[1].requires_grad else None
+    return dx if pending is None else pending.wait(), dw, db
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, axis: Axis = LOCAL, gather: bool = False) -> Tensor:
     """x [... in] -> [... out], with this layer's f on `axis`; weight [out in] may be a slice of a larger one."""
-    out: Tensor = _Linear.apply(x, weight, bias, axis, gather)
+    # Past Function.apply, which looks for functorch's wrappers for 3 µs; they have no part in this.
+    apply = super(torch.autograd.Function, _Linear).apply
+    out: Tensor = apply(x, *for_autograd(x, weight, bias), axis, gather, (weight, bias))
     return out
 
 
@@ -78,7 +85,7 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        return dy, bias_gradient(ctx.bias, dy.contiguous()) if ctx.needs_input_grad[1] else None
+        return dy, bias_gradient(ctx.bias, dy.contiguous().flatten(0, -2)) if ctx.needs_input_grad[1] else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,10 +116,10 @@ class Product(nn.Module):
         """What the layer's weight makes of x: in one product, or tile by tile."""
         if self.traced is not None and torch.compiler.is_compiling():
             return self._traced_product(self.traced, x, bias)
-        weights = tiles_of(self)
-        if len(weights) == 1:
-            return linear(x, weights[0], bias, self.axis, self.gather)
-        return tiled_linear(x, weights, bias, self.axis, self.gather)
+        weight = self._parameters.get("weight")
+        if weight is not None:
+            return linear(x, weight, bias, self.axis, self.gather)
+        return tiled_linear(x, tiles_of(self), bias, self.axis, self.gather)
 
     def _traced_product(self, by: Traced, x: Tensor, bias: Tensor | None) -> Tensor:
         parts = self.axis.size if self.gather else 1
@@ -170,10 +177,13 @@ class RowLinear(Product):
         self.bias = parameter(slicing.shared(vector(f"{name}.bias", outputs)), (outputs,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias
+        if self.slicing.tp.size == 1:
+            return self.product(x, bias)
         y = self.slicing.reduce(self.product(x, None))
-        if self.bias is None:
+        if bias is None:
             return y
-        added: Tensor = _AddBias.apply(y, self.bias) if launch.ready(y) else y + self.bias
+        added: Tensor = _AddBias.apply(y, bias) if launch.ready(y) else y + bias
         return added
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threed.layers.slicing import Slicing, VectorGradient
+from threed.layers.slicing import Slicing, VectorGradient, for_autograd
 from threed.ops import launch, norm
 from threed.sharding import parameter, vector
 
@@ -22,13 +22,13 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, layer: bool,
-        both: bool,
+        ctx: Any, x: Tensor, residual: Tensor | None, shown_weight: Tensor | None, shown_bias: Tensor | None,
+        params: tuple[Tensor, Tensor | None], eps: float, layer: bool, both: bool,
     ) -> Any:  # fmt: skip
-        rows = x.view(-1, x.shape[-1])
+        rows, (weight, bias) = x.view(-1, x.shape[-1]), params
         done = norm.forward(rows, weight, bias, eps, layer, None if residual is None else residual.view_as(rows))
         ctx.save_for_backward(done.sum, weight, done.scales, *([done.means] if done.means is not None else []))
-        ctx.params, ctx.added = (weight, bias), residual is not None
+        ctx.params, ctx.added = params, residual is not None
         y = done.y.view_as(x)
         return (done.sum.view_as(x), y) if both else y
 
@@ -43,7 +43,13 @@ class _Fused(torch.autograd.Function):
             dy, done, weight, dweight.out, dbias.out if dbias else None, add=dweight.add,
             add_bias=dbias is not None and dbias.add, residual=dsum[0] if dsum else None,
         ).view_as(gradients[0])  # fmt: skip
-        return dx, dx if ctx.added else None, dweight.done(), dbias and dbias.done(), None, None, None
+        return dx, dx if ctx.added else None, dweight.done(), dbias and dbias.done(), None, None, None, None
+
+
+def _fused(
+    x: Tensor, residual: Tensor | None, params: tuple[Tensor, Tensor | None], eps: float, layer: bool, both: bool
+) -> Any:
+    return _Fused.apply(x, residual, *for_autograd(x, *params), params, eps, layer, both)
 
 
 def sum_and_norm(module: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -76,11 +82,11 @@ class LayerNorm(nn.Module):
 
     def fits(self, x: Tensor) -> bool:
         """Whether our kernel takes x."""
-        return norm.fits(x, self.weight, self.bias)
+        return launch.ready(x) and norm.fits(x, self.weight, self.bias)
 
     def fused(self, x: Tensor, residual: Tensor | None, *, both: bool) -> Any:
         """The norm of x + residual by our kernel; if `both`, the sum before it."""
-        return _Fused.apply(x, residual, self.weight, self.bias, self.eps, True, both)
+        return _fused(x, residual, (self.weight, self.bias), self.eps, True, both)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fits(x):
@@ -106,11 +112,11 @@ class RMSNorm(nn.Module):
 
     def fits(self, x: Tensor) -> bool:
         """Whether our kernel takes x."""
-        return norm.fits(x, self.weight)
+        return launch.ready(x) and norm.fits(x, self.weight)
 
     def fused(self, x: Tensor, residual: Tensor | None, *, both: bool) -> Any:
         """The norm of x + residual by our kernel; if `both`, the sum before it."""
-        return _Fused.apply(x, residual, self.weight, None, self.eps, False, both)
+        return _fused(x, residual, (self.weight, None), self.eps, False, both)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fits(x):

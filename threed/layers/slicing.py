@@ -98,7 +98,9 @@ class Slicing:
         return self._conjugate("scatter_to" if self.sequence_parallel else "reduce_from", x)
 
     def _conjugate(self, name: str, x: Tensor) -> Tensor:
-        traced = self.tp.size > 1 and self.opaque is not None and torch.compiler.is_compiling()
+        if self.tp.size == 1:
+            return x
+        traced = self.opaque is not None and torch.compiler.is_compiling()
         done: Tensor = (
             getattr(torch.ops.threed, name)(x, self.tp.size, self.opaque)
             if traced
@@ -175,9 +177,15 @@ def sink_of(weight: Tensor) -> GradSink | None:
     return getattr(weight, "sink", None)
 
 
-def bias_gradient(bias: Tensor, dy: Tensor) -> Tensor | None:
-    """Computes the sum of dy [... n] over its rows: adds it to the bias's sink, else returns it for autograd."""
-    rows = dy.flatten(0, -2)
+def for_autograd(x: Tensor, *params: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The parameters of a function of x that autograd is to know of. None of them where x has a gradient and they have
+    sinks: their gradients do not pass through it, and visiting them costs the host as much as a small kernel."""
+    known = x.requires_grad and all(p is None or not p.requires_grad or sink_of(p) is not None for p in params)
+    return (None,) * len(params) if known else params
+
+
+def bias_gradient(bias: Tensor, rows: Tensor) -> Tensor | None:
+    """Computes the sum of rows [m n]: adds it to the bias's sink, else returns it for autograd."""
     if launch.ready(rows) and launch.packed(rows) and rows.shape[1] % 8 == 0:
         gradient = VectorGradient(bias)
         sums.column_sums(rows, gradient.out, add=gradient.add)
@@ -234,10 +242,11 @@ def tile_gatherer_of(weight: Tensor) -> TileGatherer | None:
 
 
 def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """Computes dy^T x [out in] for y = x weight^T: adds it to the parameter's sink, else returns it for autograd."""
+    """Computes dy^T x [out in] for y = x weight^T, of rows dy [m out] and x [... in]: adds it to the parameter's sink,
+    else returns it for autograd."""
     if not weight.requires_grad:
         return None
-    a, b = dy.flatten(0, -2).t(), x.flatten(0, -2)
+    a, b = dy.t(), x.flatten(0, -2)
     sink = sink_of(weight)
     if sink is None:
         return torch.mm(a, b)

@@ -166,7 +166,7 @@ def gradients(
         pending = reduce(total.to(x.dtype), axis)
     for i in () if early else order:
         grads[i] = weight_gradient(params[0][i], _columns(flat_dy, cuts[i]), x)
-    db = bias_gradient(params[1], dy.contiguous()) if need_db and params[1] is not None else None
+    db = bias_gradient(params[1], flat_dy.contiguous()) if need_db and params[1] is not None else None
     return pending.wait() if pending else None, db, *grads
 
 

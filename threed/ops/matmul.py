@@ -45,6 +45,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
+def input_gradient(rows: Tensor, weight: Tensor) -> Tensor:
+    """rows weight: [m out] [out in] -> [m in], what `linear` makes of rows and the transposed weight; no gradient."""
+    return linear(rows, weight.t()) if _by_onednn(rows, weight) else torch.mm(rows, weight)
+
+
 def widens(a: Tensor, to: torch.dtype) -> bool:
     """Returns whether the device adds products of a's dtype to a wider sum in one kernel, without rounding them."""
     return (

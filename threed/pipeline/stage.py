@@ -1,8 +1,9 @@
 """One pipeline stage: a contiguous range of a model's layers, run forward and backward for one micro-batch at a time.
 
-Each layer is a unit that is gathered before it runs and released after, and has an autograd graph of its own. For each
-micro-batch the stage keeps an edge into every layer's graph, not the layer's output: so an activation is freed as soon
-as it was sent to the next stage.
+Each layer is a unit that is gathered before it runs and released after. It has an autograd graph of its own where its
+weights come and go or it is recomputed; neighbours of which neither is true share one, which costs the host less. For
+each micro-batch the stage keeps an edge into every graph, not its output: so an activation is freed as soon as it was
+sent to the next stage.
 
 A recomputed layer has no graph until its backward: its forward saves its input only, and runs again while the layer's
 weights are gathered for the backward anyway.
@@ -31,8 +32,11 @@ from threed.schedules.window import first_units, walk
 class ParameterGatherer(Protocol):
     """Gathers parameters before they are used (`threed.zero.gather.Gatherer`)."""
 
+    def comes_and_goes(self, unit: int) -> bool:
+        """Returns whether the memory of parameters of this rank's layer `unit` is freed between uses."""
+
     def start(self, unit: int) -> None:
-        """Begins to gather the parameters of this rank's layer `unit`."""
+        """Begins to gather the parameters of a unit."""
 
     def ready(self, unit: int) -> None:
         """Waits until they are whole."""
@@ -43,6 +47,10 @@ class ParameterGatherer(Protocol):
 
 class AlwaysWhole:
     """The gatherer of parameters that are always whole, or that hooks gather."""
+
+    def comes_and_goes(self, unit: int) -> bool:
+        """Returns False."""
+        return False
 
     def start(self, unit: int) -> None:
         """Does nothing."""
@@ -56,8 +64,8 @@ class AlwaysWhole:
 
 @dataclass(eq=False)
 class Frame:
-    """What backward needs of one layer: its input, whose tensors get the gradient, and for each output tensor the edge
-    into the layer's graph, if there is one; or `again`, from which the graph is made in the backward."""
+    """What backward needs of one graph: its input, whose tensors get the gradient, and for each output tensor the edge
+    into the graph, if there is one; or `again`, from which the graph is made in the backward."""
 
     x: Any = None
     edges: tuple[GradientEdge | None, ...] = ()
@@ -99,6 +107,9 @@ class Stage:
         reads = [getattr(layer, "backward_reads_weights", True) for layer in layers]
         reading = [unit for unit, own in zip(self._units, reads, strict=True) if own or unit in self.recomputed.units]
         self._backward_units = reading[::-1]
+        apart = {unit for unit in self._units if gatherer.comes_and_goes(unit) or unit in self.recomputed.units}
+        # Units whose graph goes on with the next unit's.
+        self._joined = {unit for unit in self._units[:-1] if not apart & {unit, unit + 1}}
         self._open: dict[int, list[Frame]] = {}
 
     def _layer(self, unit: int) -> nn.Module:
@@ -123,22 +134,25 @@ class Stage:
         if micro.training:
             self._open[microbatch] = frames
         keep = keep and self._backward_units[:1] == [self._units[-1]]
-        y = x
+        y = begin = x
         with torch.set_grad_enabled(micro.training):
             for step in walk(self._units, self.prefetch, keep):
                 for unit in step.gather:
                     self.gatherer.start(unit)
                 self.gatherer.ready(step.run)
-                y, frame = self._run(step.run, y, micro)
-                frames.append(frame)
+                y, frame = self._run(step.run, y, micro, begin)
+                if frame is not None:
+                    frames.append(frame)
+                    begin = y
                 if step.release:
                     self.gatherer.release(step.run)
         if y is None:
             raise ValueError("a pipeline stage without layers")
         return y
 
-    def _run(self, unit: int, x: Any, micro: MicroBatch) -> tuple[Any, Frame]:
-        """Runs one layer; returns its output without a graph, and what its backward needs."""
+    def _run(self, unit: int, x: Any, micro: MicroBatch, begin: Any) -> tuple[Any, Frame | None]:
+        """Runs one layer; returns its output without a graph, and what the backward needs of the graph that began at
+        `begin`; or its output with the graph, which goes on, and None."""
         if micro.training and unit in self._again:
             return self._run_to_recompute(unit, x, micro)
         with self._watch(unit) if micro.training else nullcontext():
@@ -146,9 +160,11 @@ class Stage:
         parts = self._tensors(unit, y)
         if not micro.training:
             return y, Frame()
+        if unit in self._joined:
+            return y, None
         edges = tuple(get_gradient_edge(part) if part.requires_grad else None for part in parts)
         outputs = like(y, [part.detach().requires_grad_(part.requires_grad) for part in parts])
-        return outputs, Frame(x, edges)
+        return outputs, Frame(begin, edges)
 
     def _tensors(self, unit: int, y: Any) -> tuple[Tensor, ...]:
         try:
@@ -198,15 +214,15 @@ class Stage:
                 for other in step.gather:
                     self.gatherer.start(other)
                 self.gatherer.ready(unit)
-            frame = frames.pop()
-            dy = self._back(unit, frame, frames, dy, first=unit == self._units[-1])
+            if unit not in self._joined:
+                dy = self._back(unit, frames.pop(), frames, dy, first=unit == self._units[-1])
             if step is not None and step.release:
                 self.gatherer.release(unit)
         del self._open[microbatch]
         return dy
 
     def _back(self, unit: int, frame: Frame, before: list[Frame], dy: Any, first: bool) -> Any:
-        """Runs the backward of one layer. before: frames of the layers before it, whose backward comes next. first: of
+        """Runs the backward of the graph that ends with a layer. before: frames whose backward comes next. first: of
         the stage's backward, where dy None means that y is a loss."""
         with self._graph(unit, frame, before) as (x, edges):
             grads = gradients_of(dy, len(edges))
@@ -220,7 +236,7 @@ class Stage:
     def _graph(
         self, unit: int, frame: Frame, before: list[Frame]
     ) -> Iterator[tuple[Any, tuple[GradientEdge | None, ...]]]:
-        """Yields the layer's input, and the edges into its graph, which is made here if the layer is recomputed."""
+        """Yields a graph's input, and the edges into it; it is made here if the layer is recomputed."""
         again, store = frame.again, self.recomputed.store
         if again is None or store is None:
             yield frame.x, frame.edges

@@ -106,6 +106,10 @@ class Gatherer:
 
     # ------------------------------------------------------------------------------------------------ sliced parameters
 
+    def comes_and_goes(self, unit: int) -> bool:
+        """Returns whether a unit has sliced parameters."""
+        return unit in self._groups_of_unit
+
     def start(self, unit: int) -> None:
         """Begins to gather the sliced parameters of a unit, unless they are whole or in flight."""
         for group in self._groups_of_unit.get(unit, ()):

@@ -1,0 +1,124 @@
+"""The host's time in a step: threed beside plain PyTorch, and ZeRO-3 beside FSDP2, on tensors too small to matter.
+
+    python benchmarks/host_time.py                     # four engines in turn, in one process
+    python benchmarks/host_time.py --profile threed    # where the time of one goes
+
+The process group is torch's fake one: collectives return at once. What is left is what Python and torch's dispatcher
+take for a layer and a micro-batch, which on a GPU must be less than its kernels do. A step is a forward and a backward
+of each micro-batch and an update; blocks of steps alternate, the ratio is the median over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import reference
+from benchmarks.engines import make_trainer
+from benchmarks.peers import optimizers
+from benchmarks.reference import GPTConfig
+from threed.ops import matmul
+from threed.topology import Topology
+
+Step = Callable[[], Any]
+RANKS = 8
+
+
+def batch(config: GPTConfig, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels [rows s]."""
+    ids = torch.randint(config.vocab, (rows, config.seq_len + 1))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def plain(config: GPTConfig, micros: int, shard: bool = False) -> Step:
+    """Plain PyTorch, which adds up the gradients of micro-batches; shard: with FSDP2, which reduces every one."""
+    model: Any = reference.build(config)
+    if shard:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for module in (*model.blocks.values(), model):
+            fully_shard(module, mesh=mesh)
+    updates = optimizers(model.parameters())
+    tokens, labels = batch(config, micros)
+
+    def step() -> None:
+        for x, y in zip(tokens.split(1), labels.split(1), strict=True):
+            (reference.loss_of(model(x), y) / micros).backward()
+        for optimizer in updates:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not shard)
+
+    return step
+
+
+def threed(config: GPTConfig, micros: int, stage: int) -> Step:
+    """threed's engine; it keeps gradients in full at stage 0, and reduces every micro-batch at stage 3."""
+    settings = {
+        "train": {"global_batch": micros * RANKS, "micro_batch": 1, "grad_clip": 0.0},
+        "zero": {"stage": stage, "resident": 0},
+    }
+    trainer = make_trainer(config, Topology(), settings)
+    tokens, labels = batch(config, micros)
+    return lambda: trainer.step({"tokens": tokens, "labels": labels})
+
+
+MAKERS: dict[str, Callable[[GPTConfig, int], Step]] = {
+    "plain": plain,
+    "threed": lambda config, micros: threed(config, micros, 0),
+    "fsdp2": lambda config, micros: plain(config, micros, shard=True),
+    "threed_zero3": lambda config, micros: threed(config, micros, 3),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--profile", choices=MAKERS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    matmul._by_onednn = lambda *_: False  # a CPU's matter: a call of it costs 30 µs, which large products repay
+    config = GPTConfig(args.layers, 32, 2, 8, 128)
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    steps = {name: MAKERS[name](config, args.micro_batches) for name in ([args.profile] if args.profile else MAKERS)}
+    for step in steps.values():
+        for _ in range(5):
+            step()
+    if args.profile:
+        profiler = cProfile.Profile()
+        profiler.runcall(lambda: [steps[args.profile]() for _ in range(10)])
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
+        return
+    rounds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(args.rounds):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            for _ in range(3):
+                step()
+            rounds[name].append((time.perf_counter() - begin) / 3)
+    each = {name: 1e6 * statistics.median(times) / args.layers / args.micro_batches for name, times in rounds.items()}
+    ratios = {
+        f"{ours} / {peer}": statistics.median(a / b for a, b in zip(rounds[ours], rounds[peer], strict=True))
+        for ours, peer in (("threed", "plain"), ("threed_zero3", "fsdp2"))
+    }
+    print(json.dumps({"us_a_layer_and_micro_batch": each, "ratios": ratios, "torch": torch.__version__}))
+
+
+if __name__ == "__main__":
+    main()
