@@ -19,15 +19,14 @@ from threed.ops import activation as activation_ops
 
 def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form."""
-    if activation_ops.fits(x, x.shape[-1]):
-        return activation_ops.fused_gelu(x)
-    return F.gelu(x, approximate="tanh")
+    y = activation_ops.fused_gelu(x)
+    return F.gelu(x, approximate="tanh") if y is None else y
 
 
 def gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
     """activation(gate) * up: [... 2f] -> [... f]."""
-    if activation is F.silu and activation_ops.fits(gate_up, gate_up.shape[-1] // 2):
-        return activation_ops.fused_swiglu(gate_up)
+    if activation is F.silu and (y := activation_ops.fused_swiglu(gate_up)) is not None:
+        return y
     gate, up = gate_up.chunk(2, dim=-1)
     return activation(gate) * up
 

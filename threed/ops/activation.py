@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threed.ops import launch, sums
+from threed.ops import fused_cpu, launch, sums
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
@@ -142,13 +142,19 @@ class _Fused(torch.autograd.Function):
         return ctx.backward_of(dy.contiguous().view(len(rows), -1), rows).view_as(x), None, None
 
 
-def fused_swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up: [... 2f] -> [... f], by our kernels in both directions."""
-    out: Tensor = _Fused.apply(gate_up, swiglu, swiglu_backward)
-    return out
+def fused_swiglu(gate_up: Tensor) -> Tensor | None:
+    """silu(gate) * up: [... 2f] -> [... f], by our kernels in both directions; None where they do not take it."""
+    if fused_cpu.fits(gate_up):
+        return _Fused.apply(gate_up, fused_cpu.swiglu, lambda dy, x: fused_cpu.swiglu(x, dy))
+    if fits(gate_up, gate_up.shape[-1] // 2):
+        return _Fused.apply(gate_up, swiglu, swiglu_backward)
+    return None
 
 
-def fused_gelu(x: Tensor) -> Tensor:
-    """GELU in its tanh form, [... f], by our kernels in both directions."""
-    out: Tensor = _Fused.apply(x, gelu, gelu_backward)
-    return out
+def fused_gelu(x: Tensor) -> Tensor | None:
+    """GELU in its tanh form, [... f], by our kernels in both directions; None where they do not take it."""
+    if fused_cpu.fits(x):
+        return _Fused.apply(x, fused_cpu.gelu, lambda dy, x: fused_cpu.gelu(x, dy))
+    if fits(x, x.shape[-1]):
+        return _Fused.apply(x, gelu, gelu_backward)
+    return None

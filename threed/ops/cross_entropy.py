@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from threed import collectives, device
-from threed.ops import launch
+from threed.ops import fused_cpu, launch
 from threed.topology import Axis
 
 
@@ -26,27 +26,38 @@ def reference(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """`fused`: by csrc/cpu/fused.cpp, which leaves the logits as they are until the backward; else their memory holds
+    the exponentials meanwhile, in fp32 at least."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, first: int, columns: int) -> Tensor:
-        wide = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-        scores = wide[..., :columns]
+        fused = columns > 0 and fused_cpu.fits(logits)
+        wide = logits if fused or logits.dtype in (torch.float32, torch.float64) else logits.float()
         local = targets - first
         held = (local >= 0) & (local < columns) & (targets >= 0)
         local = local.masked_fill(~held, 0).unsqueeze(-1)
-        top, total, hit = _shard_numbers(scores, local, held)
-        rows = collectives.all_gather(torch.stack((top, total, hit)).unsqueeze(0), axis)  # [t 3 ...]
+        if fused:
+            hit = logits.gather(-1, local).squeeze(-1) * held
+            top, total = fused_cpu.row_numbers(logits, columns)
+        else:
+            top, total, hit = _shard_numbers(wide[..., :columns], local, held)
+        rows = collectives.all_gather(torch.stack((top, total, hit.to(top.dtype))).unsqueeze(0), axis)  # [t 3 ...]
         peak = rows[:, 0].amax(0)
         whole = (rows[:, 1] * torch.exp(rows[:, 0] - peak)).sum(0)
         loss = torch.where(targets >= 0, peak + whole.log() - rows[:, 2].sum(0), 0.0)
-        ctx.columns = columns
-        ctx.save_for_backward(wide, local, held, torch.exp(top - peak) / whole, targets)
-        ctx.dtype = logits.dtype
+        ctx.columns, ctx.fused, ctx.dtype = columns, fused, logits.dtype
+        scale = 1 / whole if fused else torch.exp(top - peak) / whole
+        ctx.save_for_backward(wide, local, held, scale, targets, peak)
         return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
-        wide, local, held, scale, targets = ctx.saved_tensors
+        wide, local, held, scale, targets, peak = ctx.saved_tensors
         dloss = torch.where(targets >= 0, dloss, 0.0)
+        if ctx.fused:
+            own = local.squeeze(-1).masked_fill(~held, -1)
+            fused_cpu.softmax_gradient_(wide, ctx.columns, peak, scale * dloss, dloss, own)
+            return wide, None, None, None, None
         grad = wide[..., : ctx.columns].mul_((scale * dloss).unsqueeze(-1))  # exponentials -> softmax, times dloss
         if ctx.columns:
             grad.scatter_add_(-1, local, -(dloss * held).unsqueeze(-1))

@@ -1,0 +1,54 @@
+// Instruction sets: a kernel's header is included once for each, in a namespace and under a target of its own, and cpuid
+// picks one when it is called.
+//
+//   namespace portable { #include "kernel.h" }
+//   TARGET_BEGIN(AVX2) namespace avx2 { #include "kernel.h" } TARGET_END          under X86, likewise AVX512
+//   KERNELS[find_path(nullptr)]                                                   {avx512::f, avx2::f, portable::f}
+#pragma once
+
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#define X86 1
+#endif
+
+// All functions between BEGIN and END may use these instructions.
+#define PRAGMA(text) _Pragma(#text)
+#ifdef __clang__
+#define WIDEST
+#define TARGET_BEGIN(features) PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define TARGET_END PRAGMA(clang attribute pop)
+#else
+#define WIDEST ",prefer-vector-width=512"
+#define TARGET_BEGIN(features) PRAGMA(GCC push_options) PRAGMA(GCC target(features))
+#define TARGET_END PRAGMA(GCC pop_options)
+#endif
+
+#define NOINLINE __attribute__((noinline))
+#define RESTRICT __restrict__
+
+#define AVX2 "avx2"
+#define AVX512 "avx512f,avx512bw,avx512dq,avx512vl" WIDEST
+
+// From the fastest to the plainest.
+#ifdef X86
+constexpr const char* PATHS[] = {"avx512", "avx2", "portable"};
+#else
+constexpr const char* PATHS[] = {"portable"};
+#endif
+
+// The number of the path of that name, or of the fastest for a null pointer; -1 if this processor cannot run it.
+inline int find_path(const char* name) {
+#ifdef X86
+  __builtin_cpu_init();
+  const bool here[] = {__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"),
+                       bool(__builtin_cpu_supports("avx2")), true};
+#else
+  const bool here[] = {true};
+#endif
+  for (int i = 0; i < int(sizeof here / sizeof here[0]); i++)
+    if (here[i] && (!name || !std::strcmp(name, PATHS[i]))) return i;
+  return -1;
+}

@@ -1,0 +1,103 @@
+"""GELU, SwiGLU and cross entropy on the CPU, each in one pass over memory: csrc/cpu/fused.cpp.
+
+All take contiguous fp32 or bf16 tensors and compute in fp32; the result does not depend on the number of threads.
+`instructions`, of all: "avx512", "avx2" or "portable" in place of the processor's best.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from threed import native
+
+FROM = 1 << 15  # numbers: below, torch's own operations cost the host less than a call from Python
+_FORMATS = {torch.float32: 1, torch.bfloat16: 2}
+
+
+def fits(x: Tensor) -> bool:
+    """Returns whether these functions take x, and pay: it is large, on the CPU, and there is a compiled library."""
+    suits = x.device.type == "cpu" and x.dtype in _FORMATS and x.numel() >= FROM and x.is_contiguous()
+    return suits and not torch.compiler.is_compiling() and native.library("cpu") is not None
+
+
+def gelu(x: Tensor, dy: Tensor | None = None, *, instructions: str | None = None) -> Tensor:
+    """GELU of x in its tanh form; or the gradient of x, where dy is given."""
+    _check("gelu", x, dy)
+    out = torch.empty_like(x)
+    _call("threed_gelu", "iPPPqiis", _at(x), _at(dy), _at(out), x.numel(), *_how(x, instructions))
+    return out
+
+
+def swiglu(gate_up: Tensor, dy: Tensor | None = None, *, instructions: str | None = None) -> Tensor:
+    """silu(gate) * up, [... 2f] -> [... f]; or the gradient of gate_up, where dy [... f] is given."""
+    f = gate_up.shape[-1] // 2
+    _check("swiglu", gate_up)
+    if gate_up.shape[-1] % 2 or (dy is not None and (dy.dtype, dy.shape) != (gate_up.dtype, (*gate_up.shape[:-1], f))):
+        raise ValueError(f"swiglu takes [... 2f] and a gradient [... f], {_words(gate_up, dy)}")
+    out = torch.empty_like(gate_up) if dy is not None else gate_up.new_empty(*gate_up.shape[:-1], f)
+    rows = gate_up.numel() // (2 * f) if f else 0
+    given = None if dy is None else dy.contiguous()
+    _call("threed_swiglu", "iPPPqqiis", _at(gate_up), _at(given), _at(out), rows, f, *_how(gate_up, instructions))
+    return out
+
+
+def row_numbers(x: Tensor, columns: int, *, instructions: str | None = None) -> tuple[Tensor, Tensor]:
+    """Of the first `columns` of each row of x [... width]: the largest number, and the sum of e^(x - largest), fp32."""
+    _check("row_numbers", x)
+    if not 0 < columns <= x.shape[-1]:
+        raise ValueError(f"row_numbers of {columns} columns, {_words(x)}")
+    top, total = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
+    sizes = (top.numel(), x.shape[-1], columns, _FORMATS[x.dtype])
+    _call("threed_row_numbers", "iPqqqiPPis", _at(x), *sizes, _at(top), _at(total), *_how(x, instructions)[1:])
+    return top, total
+
+
+def softmax_gradient_(
+    x: Tensor, columns: int, peak: Tensor, scale: Tensor, loss: Tensor, target: Tensor, *,
+    instructions: str | None = None,
+) -> None:  # fmt: skip
+    """x = e^(x - peak) * scale, less `loss` in each row's column `target`; columns beyond the first ones are zero.
+
+    x: [... width]. peak, scale, loss: fp32 [...]. target: int64 [...], below 0 for none.
+    """
+    _check("softmax_gradient_", x)
+    rows = (peak, scale, loss)
+    fits = all(t.dtype == torch.float32 and t.shape == x.shape[:-1] for t in rows) and 0 < columns <= x.shape[-1]
+    if not fits or target.dtype != torch.int64 or target.shape != x.shape[:-1]:
+        raise ValueError(f"softmax_gradient_ takes fp32 and int64 [...] for [... width], {_words(x, *rows, target)}")
+    given = [t.contiguous() for t in (*rows, target)]
+    sizes = (target.numel(), x.shape[-1], columns, _FORMATS[x.dtype])
+    how = _how(x, instructions)[1:]
+    _call("threed_softmax_gradient", "iPqqqiPPPPis", _at(x), *sizes, *map(_at, given), *how)
+    torch.autograd.graph.increment_version((x,))  # it wrote behind autograd's back
+
+
+def _at(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _how(x: Tensor, instructions: str | None) -> tuple[int, int, bytes | None]:
+    return _FORMATS[x.dtype], torch.get_num_threads(), None if instructions is None else instructions.encode()
+
+
+def _check(name: str, x: Tensor, like: Tensor | None = None) -> None:
+    fits = x.device.type == "cpu" and x.dtype in _FORMATS and x.is_contiguous()
+    fits = fits and (like is None or (like.dtype, like.shape, like.is_contiguous()) == (x.dtype, x.shape, True))
+    if not fits:
+        raise ValueError(f"{name} takes contiguous fp32 or bf16 tensors on the CPU, {_words(x, like)}")
+
+
+def _words(*tensors: Tensor | None) -> str:
+    given = (f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for t in tensors if t is not None)
+    return f"got {', '.join(given)}"
+
+
+def _call(name: str, types: str, *arguments: object) -> None:
+    function = native.function(name, types)
+    if function is None:
+        raise RuntimeError("threed has no native library for the CPU here: `threed inspect` says why")
+    if code := function(*arguments):
+        raise RuntimeError(f"{name}: {os.strerror(code)}")
