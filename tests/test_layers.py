@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from tests.harness import run_ranks
 from threed import collectives, layers, rng
 from threed.blueprint import blocks
 from threed.layers import MicroBatch, Slicing
+from threed.layers import attention as attention_layer
 from threed.sharding import Piece, ShardSpec, attach, parameter, spec_of, vector
 from threed.topology import Axis, Topology
 from threed.zero import layout
@@ -496,3 +498,17 @@ def test_heads_of_a_rank_are_those_that_its_layers_hold(count: int, ranks: int) 
 def test_rotary_positions_refuse_heads_of_odd_size() -> None:
     with pytest.raises(ValueError, match=r"a: heads of size 7: rotary positions turn pairs; use head_dim=8"):
         layers.Attention("a", 42, 6, Slicing(), rotary=10000.0)
+
+
+def test_attention_that_no_kernel_computes_is_said_once() -> None:
+    q = torch.randn(1, 2, 7, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention_layer._warn_unless_fused(q, q, q, None, None, False)
+    q = torch.randn(1, 2, 9, 8)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        with pytest.warns(UserWarning, match=r"without a fused kernel \(torch.float32 heads \[1, 2, 9, 8\]"):
+            attention_layer._warn_unless_fused(q, q, q, None, None, False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            attention_layer._warn_unless_fused(q, q, q, None, None, False)

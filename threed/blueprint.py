@@ -54,6 +54,9 @@ class Blueprint:
         wrapped = model if isinstance(model, Wrapped) else None
         setup.check_groups(config.optim, layers)
         p, r = config.parallel, config.recompute
+        for layer in layers:
+            if hasattr(layer, "loss_chunks"):
+                layer.loss_chunks = r.loss_chunks  # type: ignore[assignment]
         recomputed = recomputed_layers(config, layers)
         plan = step_plan(config, topology.dp)
         again = recomputed if r.mode == "full" else ()

@@ -119,6 +119,9 @@ class RecomputeConfig(_Group):
     every: Count = Field(1, description="recompute each n-th layer")
     partition: Switch = Field(False, description="keep only a slice over tp of each saved input")
     offload: Place = Field("none", description="where saved inputs live when not on the device")
+    loss_chunks: Count = Field(
+        1, description="parts that logits are made in, one at a time, and again in the backward; 1: all at once"
+    )
     arena: Switch = Field(False, description="saved inputs in one buffer, and gradient buffers kept, from step to step")
 
 

@@ -10,6 +10,7 @@ to a `Topology`: `is_accelerator` tells it from the host, and what only CUDA has
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -81,6 +82,39 @@ def beside(stream: torch.Stream) -> Iterator[None]:
         yield
     finally:
         torch.accelerator.set_stream(before)
+
+
+def mark(device: torch.device) -> torch.Event:
+    """An event in what a GPU is told, which knows its time once it was reached."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(current_stream(device))
+    return event
+
+
+class Clock:
+    """Moments in a device's work. Where that is a GPU's they are events: the host waits for none of them before it asks
+    for their seconds (of `time.perf_counter`, as well as one wait tells the two clocks' difference)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._first = device, mark(device) if is_accelerator(device) else None
+        if self._first is not None:
+            self._first.synchronize()
+        self._began = time.perf_counter()
+
+    def now(self) -> Moment:
+        """This moment: for a GPU the one when it has done what it was told so far."""
+        return time.perf_counter() if self._first is None else mark(self._device)
+
+    def seconds(self, moment: Moment) -> float:
+        """When a moment was; waits until it is over."""
+        if isinstance(moment, float):
+            return moment
+        assert self._first is not None
+        moment.synchronize()
+        return self._began + self._first.elapsed_time(moment) / 1e3
+
+
+Moment = float | torch.Event
 
 
 @functools.cache

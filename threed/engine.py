@@ -355,8 +355,8 @@ class Engine:
 
     def record(self, on: bool = True) -> list[Span]:
         """Starts (or stops) to record what runs when; gives the spans recorded so far."""
-        spans = self.executor.spans or []
-        self.executor.spans = [] if on else None
+        spans = self.executor.spans
+        self.executor.record(on)
         return spans
 
     # --------------------------------------------------------------------------------------------------------- state

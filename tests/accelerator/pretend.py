@@ -84,6 +84,10 @@ class Event:
         """It has come."""
         return True
 
+    def elapsed_time(self, later: Event) -> float:
+        """Milliseconds until another: none."""
+        return 0.0
+
 
 class Stream(torch.Stream):
     """A stream that does nothing, but says when the host waits for it."""
@@ -131,6 +135,7 @@ def _doors(watch: Watching) -> Iterator[None]:
         (door.beside, beside),
         (door.current_stream, lambda *_: stream),
         (door.copy_stream, lambda *_: stream),
+        (door.mark, lambda _: Event(watch)),
         (door.synchronize, lambda *_: watch.waits_for_device("device")),
         (door.rng_states, lambda _: {}),
         (pool.host_buffer, lambda nbytes: watch.pin(torch.empty(nbytes, dtype=torch.uint8))),

@@ -93,6 +93,17 @@ def test_a_step_neither_reads_nor_mixes_nor_waits(number: int) -> None:
     check_case(CASES[number], number)
 
 
+def test_neither_does_a_step_whose_spans_are_recorded() -> None:
+    case = Case(pp=4, dtype="bf16", microbatches=2)
+    with pretending(1, case.world) as device:
+        engine = device.engine(config_of(case))
+        engine.record()
+        device.step(engine)
+        device.step(engine)
+        assert device.faults == device.waits == [], summary([*device.faults, *device.waits])
+        assert len(engine.record(False)) == 2 * len(engine.executor._plan.ranks[1])
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_neither_do_other_covering_sets(seed: int) -> None:
@@ -111,6 +122,7 @@ def test_neither_do_other_covering_sets(seed: int) -> None:
         {"zero": {"stage": 2, "offload_optimizer": "cpu", "delayed_update": True}},
         {"recompute": {"mode": "full", "arena": True, "offload": "cpu"}},
         {"parallel": {"pp": 4, "tp": 2, "schedule": "gpipe"}},
+        {"parallel": {"tp": 2}, "recompute": {"loss_chunks": 3}},
     ],
     ids=str,
 )

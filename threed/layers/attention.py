@@ -8,18 +8,19 @@ reduced over different ranks.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from threed.layers.linear import ColumnLinear, RowLinear
 from threed.layers.norm import RMSNorm
 from threed.layers.recompute import Recompute
 from threed.layers.slicing import Slicing
 from threed.ops import rotary
-from threed.ops.rotary import split_and_turn
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -51,8 +52,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: f
     """
     q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b a s d]; plain views, for einops costs 5 µs a call
     grouped = q.shape[1] != k.shape[1]
+    if q.is_cuda and not torch.compiler.is_compiling():
+        _warn_unless_fused(q, k, v, mask, scale, grouped)
     y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
     return y.permute(2, 0, 1, 3).flatten(2)
+
+
+_looked_at: set[tuple[object, ...]] = set()
+
+
+def _warn_unless_fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, grouped: bool
+) -> None:
+    """Warns, once for such tensors, where torch has no fused kernel for them, and scores of all pairs are kept."""
+    kind = (q.shape, k.shape, q.dtype, mask is None, q.requires_grad)
+    if kind in _looked_at:
+        return
+    _looked_at.add(kind)
+    chosen = torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None, scale=scale, enable_gqa=grouped)
+    if chosen == SDPBackend.MATH.value:
+        what = f"{q.dtype} heads {list(q.shape)} [b a s d], keys {list(k.shape)}, {'no ' if mask is None else 'a '}mask"
+        warnings.warn(
+            f"attention without a fused kernel ({what}): it keeps the scores of all pairs of positions; bf16 or fp16,"
+            " heads of a multiple of 8 up to 256, and no mask but the causal one have one",
+            stacklevel=3,
+        )
 
 
 class Attention(nn.Module):
@@ -118,7 +142,7 @@ class Attention(nn.Module):
         (first, *rest) = projected
         if not rest and self._turns_in_place(first):
             assert self.rotary is not None
-            q, k, v = split_and_turn(
+            q, k, v = rotary.split_and_turn(
                 first, (self.heads, self.kv_heads, self.kv_heads), self.heads + self.kv_heads, self.d, self.rotary
             )
             return self.core(q, k, v).flatten(2)

@@ -2,22 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from threed import collectives
 from threed.collectives import split
 from threed.layers.embedding import vocab_table
 from threed.layers.linear import linear
-from threed.layers.slicing import Flag, MicroBatch, Slicing
+from threed.layers.slicing import Flag, MicroBatch, Slicing, for_autograd, sum_of_products
+from threed.ops import matmul
 from threed.ops.cross_entropy import weighted_loss
+from threed.topology import Axis
+
+
+@dataclass(frozen=True, eq=False)
+class _Projection:
+    """What the loss depends on beside x: the table [v/t h], targets [s b], and arguments of loss and linear layer."""
+
+    weight: Tensor
+    targets: Tensor
+    scale: Tensor
+    first: int
+    columns: int
+    vocabulary: int
+    axis: Axis
+    gather: bool
+
+    def loss(self, logits: Tensor, at: slice) -> Tensor:
+        """The weighted loss at some positions, of their logits."""
+        return weighted_loss(
+            logits, self.targets[at], self.scale, self.axis, self.first, columns=self.columns,
+            vocabulary=self.vocabulary,
+        )  # fmt: skip
+
+    def gradient(self, x: Tensor, weight: Tensor, at: slice, dloss: Tensor) -> Tensor:
+        """The gradient of logits at some positions, [n v/t]; they are made again of x, [.. b h]."""
+        with torch.enable_grad():
+            logits = matmul.linear(x, weight).requires_grad_()
+            loss = self.loss(logits.view_as(logits), at)  # not a leaf to the loss, which works in its memory
+            return torch.autograd.grad(loss, logits, dloss.to(loss.dtype))[0].flatten(0, -2)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The weighted loss of f(x) w^T, whose logits exist for some positions at a time, in the forward and again in the
+    backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shown: Tensor | None, of: _Projection, chunks: int) -> Tensor:
+        x = collectives.all_gather(x, of.axis) if of.gather else x
+        ctx.save_for_backward(x, of.weight)
+        ctx.of, ctx.parts = of, [slice(*split(len(x), chunks, i)) for i in range(chunks)]
+        return torch.stack([of.loss(matmul.linear(x[at], of.weight), at) for at in ctx.parts]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        of, dx = ctx.of, torch.empty_like(x) if ctx.needs_input_grad[0] else None
+
+        def products() -> Iterator[tuple[Tensor, Tensor]]:
+            for at in ctx.parts:
+                dlogits = of.gradient(x[at], weight, at, dloss)
+                if dx is not None:
+                    dx[at] = matmul.input_gradient(dlogits, weight).view_as(dx[at])
+                yield dlogits.t(), x[at].flatten(0, -2)
+
+        dw = sum_of_products(of.weight, products())
+        if dx is None:
+            return None, dw, None, None
+        reduce = collectives.start_reduce_scatter if of.gather else collectives.start_all_reduce
+        return reduce(dx, of.axis).wait(), dw, None, None
 
 
 class LanguageModelHead(nn.Module):
     """x [s b h] (or [s/t b h]) -> the micro-batch's weighted loss (a scalar), or logits [s b v/t] without labels.
 
     weight_name: the global name of the [v h] projection; the word table's name when head and embedding are tied.
+    loss_chunks: parts of the rows whose logits exist at a time; more than one costs a third of the head's time.
     """
 
+    loss_chunks = 1
     recomputable = False  # on the last stage its backward follows at once
 
     def __init__(
@@ -44,11 +111,14 @@ class LanguageModelHead(nn.Module):
         return 2 * tokens * self.columns * self.weight.shape[1]
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
-        logits = linear(self.norm(x), self.weight, None, self.slicing.tp, self.slicing.sequence_parallel)
+        f, table = (self.slicing.tp, self.slicing.sequence_parallel), self.weight
         if micro.labels is None:
-            return logits[..., : self.columns]
+            return linear(self.norm(x), table, None, *f)[..., : self.columns]
         self.data_flags[0].note(micro.labels >= self.vocab)
-        weight = torch.ones((), device=x.device) if micro.weight is None else micro.weight
-        return weighted_loss(
-            logits, micro.labels.t(), weight, self.slicing.tp, self.first, columns=self.columns, vocabulary=self.vocab
-        )
+        scale = torch.ones((), device=x.device) if micro.weight is None else micro.weight
+        of = _Projection(table, micro.labels.t(), scale, self.first, self.columns, self.vocab, *f)
+        if self.loss_chunks > 1:
+            y = self.norm(x)
+            loss: Tensor = _ChunkedLoss.apply(y, *for_autograd(y, table), of, min(self.loss_chunks, y.shape[0]))
+            return loss
+        return of.loss(linear(self.norm(x), table, None, *f), slice(None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -161,6 +161,9 @@ class GradSink(Protocol):
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the matrix product a @ b."""
 
+    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Adds matrix products a @ b, made one after the other, as one contribution."""
+
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows [n h] at the given row numbers [n]."""
 
@@ -252,3 +255,15 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
         return torch.mm(a, b)
     sink.add_product(a, b)
     return None
+
+
+def sum_of_products(weight: Tensor, pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """The same of a weight whose gradient is a sum of products a @ b; all pairs are made in any case."""
+    sink, total = sink_of(weight), None
+    if sink is not None:
+        sink.add_products(pairs)
+        return None
+    for a, b in pairs:
+        if weight.requires_grad:
+            total = torch.mm(a, b) if total is None else total.addmm_(a, b)
+    return total

@@ -12,7 +12,6 @@ its form, which both sides store: later messages are tensors only.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from threed.collectives import Pending
-from threed.device import current_stream, is_accelerator, start_copy_in
+from threed.device import Clock, Moment, start_copy_in
 from threed.layers.slicing import MicroBatch
 from threed.pipeline.boundary import Form, signature, tensors
 from threed.pipeline.stage import Stage
@@ -46,8 +45,8 @@ class Executor:
     """Runs plans over the stages (chunks) of one pipeline rank.
 
     on_backward(chunk) is called after each backward, on_reduce(chunk) where the plan has the reduction of a chunk's
-    gradients. varying: forms depend on more than the shapes of a micro-batch, and precede every message. `spans`, if it
-    is set to a list, records (action, start, end) in seconds of `time.perf_counter`.
+    gradients. varying: forms depend on more than the shapes of a micro-batch, and precede every message. After
+    `record()`, `spans` are (action, start, end) of every action, in seconds of `time.perf_counter`.
     """
 
     def __init__(
@@ -59,7 +58,8 @@ class Executor:
         self.on_reduce, self.on_backward = on_reduce, on_backward
         self.device, self.varying = device or torch.device("cpu"), varying
         self._forms: dict[tuple[Any, ...], Form] = {}
-        self.spans: list[Span] | None = None
+        self._clock: Clock | None = None  # while spans are recorded
+        self._marks: list[tuple[Action, Moment, Moment]] = []
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -70,6 +70,16 @@ class Executor:
             Kind.GATHER: self._gather,
             Kind.REDUCE: self._reduce,
         }
+
+    def record(self, on: bool = True) -> None:
+        """Begins to record spans, of none so far; or ends it."""
+        self._clock, self._marks = Clock(self.device) if on else None, []
+
+    @property
+    def spans(self) -> list[Span]:
+        """What was recorded, when it is over."""
+        seconds = self._clock.seconds if self._clock else None
+        return [(action, seconds(began), seconds(end)) for action, began, end in self._marks] if seconds else []
 
     def run(self, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs this rank's part of a lowered plan; returns the losses, by micro-batch, on the last stage."""
@@ -85,11 +95,11 @@ class Executor:
         self._sent: deque[list[Pending]] = deque()
         self._outputs: dict[int, Tensor] = {}
         for action, then in with_next_compute(plan.ranks[self.rank]):
-            self._began, self._then = time.perf_counter(), then
+            self._then = then
+            self._begin()
             self._handlers[action.kind](action)
-            if self.spans is not None:
-                self._let_device_end()
-                self.spans.append((action, self._began, time.perf_counter()))
+            if self._clock is not None:
+                self._marks.append((action, self._began, self._clock.now()))
         while self._sent:
             self._wait_for_oldest_send()
         return [self._outputs[m] for m in sorted(self._outputs)]
@@ -120,14 +130,12 @@ class Executor:
             return None
         arrived = self._arriving.pop((kind, action.microbatch, action.chunk))
         parts = [part.wait() if isinstance(part, Pending) else part for part in arrived]
-        self._let_device_end()
-        self._began = time.perf_counter()  # waiting for another stage counts as bubble, not as work
+        self._begin()  # waiting for another stage counts as bubble, not as work
         return parts
 
-    def _let_device_end(self) -> None:
-        """Waits for the GPU's compute stream if spans are recorded; not for receives, which others may wait for."""
-        if self.spans is not None and is_accelerator(self.device):
-            current_stream(self.device).synchronize()
+    def _begin(self) -> None:
+        if self._clock is not None:
+            self._began = self._clock.now()
 
     def _give(self, send: Kind, receive: Kind, action: Action, value: Any) -> None:
         """Stores a result for the send that follows, or for the next stage if that is on this rank."""

@@ -177,6 +177,10 @@ class _Sink:
     def add(self, grad: Tensor) -> None:
         """Adds nothing."""
 
+    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        for a, b in pairs:
+            self.add_product(a, b)
+
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Makes the product where it is not made in the buffer."""
         if a.dtype == self.target.dtype or matmul.widens(a, self.target.dtype):

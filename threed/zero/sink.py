@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -58,12 +58,21 @@ class Sink:
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the matrix product a @ b; in the buffer itself where the dtypes allow."""
-        dtype = self.reducer.layout.policy.grad_dtype
-        if self.reducer.is_late(self) or not (a.dtype == dtype or matmul.widens(a, dtype)):
-            return self.add(torch.mm(a, b))
-        target = self._target()
-        matmul.add_product_(target, a, b, fresh=not self.received)
-        return self._arrived()
+        self.add_products([(a, b)])
+
+    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Adds matrix products a @ b, made one after the other, as one contribution."""
+        target, total, dtype = None, None, self.reducer.layout.policy.grad_dtype
+        for a, b in pairs:
+            if target is None and (self.reducer.is_late(self) or not (a.dtype == dtype or matmul.widens(a, dtype))):
+                total = torch.mm(a, b) if total is None else total.addmm_(a, b)
+                continue
+            first, target = target is None, self._target()
+            matmul.add_product_(target, a, b, fresh=first and not self.received)
+        if total is not None:
+            self.add(total)
+        else:
+            self._arrived()
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows [n h] at row numbers [n]."""
