@@ -22,6 +22,7 @@ from threed.engine import Engine
 from threed.layers import Block, Dropout
 from threed.topology import Topology
 
+pytest.importorskip("torch._library.opaque_object", reason="this torch has no opaque objects")
 SETTINGS: dict[str, list[object]] = {name: options[:1] for name, options in equivalence.SETTINGS.items()} | {
     "dp": [1, 2],
     "tp": [1, 2],
