@@ -11,6 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -302,6 +303,35 @@ def test_a_message_to_nobody_is_refused_by_rank_and_action() -> None:
         plan = Plan("wrong", 1, 1, 1, (tuple(Action.parse(word) for word in text.split()),))
         with pytest.raises(ValueError, match=f"plan wrong: rank 0: {complaint}"):
             Executor([Stage(model(), AlwaysWhole())], Links(Topology()), 0).run(plan, micros(1))
+
+
+class ComesAndGoes(AlwaysWhole):
+    """Says of one layer that its weights are not always there."""
+
+    def __init__(self, unit: int) -> None:
+        self.unit = unit
+
+    def comes_and_goes(self, unit: int) -> bool:
+        return unit == self.unit
+
+
+@pytest.mark.parametrize(("apart", "graphs"), [(None, 1), (0, 2), (1, 3), (LAYERS - 1, 2)])
+def test_neighbours_that_stay_whole_share_a_graph(apart: int | None, graphs: int) -> None:
+    stage = Stage(model(), AlwaysWhole() if apart is None else ComesAndGoes(apart))
+    with mock.patch.object(torch.autograd, "backward", wraps=torch.autograd.backward) as backward:
+        for micro in micros(2):
+            stage.forward(0, None, micro)
+            stage.backward(0, None)
+    assert backward.call_count == 2 * graphs
+    want = Stage(model(), AlwaysWhole())
+    for micro in micros(2):
+        want.forward(0, None, micro)
+        want.backward(0, None)
+    for layer, other in zip(stage.layers, want.layers, strict=True):
+        for p, q in zip(layer.parameters(), other.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert torch.equal(p.grad, q.grad)
 
 
 # -------------------------------------------------------------------------------------------------- the whole engine
