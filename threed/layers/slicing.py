@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -91,22 +91,19 @@ class Slicing:
 
         Every rank gets all of x; the gradient is the sum of the ranks' gradients.
         """
-        return self._conjugate("gather_from" if self.sequence_parallel else "copy_to", x)
+        return self._conjugate(collectives.gather_from if self.sequence_parallel else collectives.copy_to, x)
 
     def reduce(self, x: Tensor) -> Tensor:
         """Applies g, after layers cut over tensor ranks: sums the ranks' [s b h] (returns its [s/t b h] of the sum)."""
-        return self._conjugate("scatter_to" if self.sequence_parallel else "reduce_from", x)
+        return self._conjugate(collectives.scatter_to if self.sequence_parallel else collectives.reduce_from, x)
 
-    def _conjugate(self, name: str, x: Tensor) -> Tensor:
+    def _conjugate(self, function: Callable[[Tensor, Axis], Tensor], x: Tensor) -> Tensor:
         if self.tp.size == 1:
             return x
-        traced = self.opaque is not None and torch.compiler.is_compiling()
-        done: Tensor = (
-            getattr(torch.ops.threed, name)(x, self.tp.size, self.opaque)
-            if traced
-            else getattr(collectives, name)(x, self.tp)
-        )
-        return done
+        if self.opaque is not None and torch.compiler.is_compiling():
+            traced: Tensor = getattr(torch.ops.threed, function.__name__)(x, self.tp.size, self.opaque)
+            return traced
+        return function(x, self.tp)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,22 +12,28 @@ import torch
 from torch import Tensor
 
 from threed import native
+from threed.topology import default_device
 
 FROM = 1 << 15  # numbers: below, torch's own operations cost the host less than a call from Python
 _FORMATS = {torch.float32: 1, torch.bfloat16: 2}
 
 
 def fits(x: Tensor) -> bool:
-    """Returns whether these functions take x, and pay: it is large, on the CPU, and there is a compiled library."""
-    suits = x.device.type == "cpu" and x.dtype in _FORMATS and x.numel() >= FROM and x.is_contiguous()
+    """Returns whether these functions take x, and pay: it is large, on the CPU (or on the meta device, where a step of
+    it is only looked at), and there is a compiled library."""
+    suits = x.numel() >= FROM and x.dtype in _FORMATS and _on_cpu(x) and x.is_contiguous()
     return suits and not torch.compiler.is_compiling() and native.library("cpu") is not None
+
+
+def _on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu" or (x.is_meta and default_device().type == "cpu")
 
 
 def gelu(x: Tensor, dy: Tensor | None = None, *, instructions: str | None = None) -> Tensor:
     """GELU of x in its tanh form; or the gradient of x, where dy is given."""
     _check("gelu", x, dy)
     out = torch.empty_like(x)
-    _call("threed_gelu", "iPPPqiis", _at(x), _at(dy), _at(out), x.numel(), *_how(x, instructions))
+    _call(x, "threed_gelu", "iPPPqiis", _at(x), _at(dy), _at(out), x.numel(), *_how(x, instructions))
     return out
 
 
@@ -40,7 +46,8 @@ def swiglu(gate_up: Tensor, dy: Tensor | None = None, *, instructions: str | Non
     out = torch.empty_like(gate_up) if dy is not None else gate_up.new_empty(*gate_up.shape[:-1], f)
     rows = gate_up.numel() // (2 * f) if f else 0
     given = None if dy is None else dy.contiguous()
-    _call("threed_swiglu", "iPPPqqiis", _at(gate_up), _at(given), _at(out), rows, f, *_how(gate_up, instructions))
+    places = (_at(gate_up), _at(given), _at(out))
+    _call(gate_up, "threed_swiglu", "iPPPqqiis", *places, rows, f, *_how(gate_up, instructions))
     return out
 
 
@@ -51,7 +58,7 @@ def row_numbers(x: Tensor, columns: int, *, instructions: str | None = None) -> 
         raise ValueError(f"row_numbers of {columns} columns, {_words(x)}")
     top, total = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
     sizes = (top.numel(), x.shape[-1], columns, _FORMATS[x.dtype])
-    _call("threed_row_numbers", "iPqqqiPPis", _at(x), *sizes, _at(top), _at(total), *_how(x, instructions)[1:])
+    _call(x, "threed_row_numbers", "iPqqqiPPis", _at(x), *sizes, _at(top), _at(total), *_how(x, instructions)[1:])
     return top, total
 
 
@@ -71,7 +78,7 @@ def softmax_gradient_(
     given = [t.contiguous() for t in (*rows, target)]
     sizes = (target.numel(), x.shape[-1], columns, _FORMATS[x.dtype])
     how = _how(x, instructions)[1:]
-    _call("threed_softmax_gradient", "iPqqqiPPPPis", _at(x), *sizes, *map(_at, given), *how)
+    _call(x, "threed_softmax_gradient", "iPqqqiPPPPis", _at(x), *sizes, *map(_at, given), *how)
     torch.autograd.graph.increment_version((x,))  # it wrote behind autograd's back
 
 
@@ -84,7 +91,7 @@ def _how(x: Tensor, instructions: str | None) -> tuple[int, int, bytes | None]:
 
 
 def _check(name: str, x: Tensor, like: Tensor | None = None) -> None:
-    fits = x.device.type == "cpu" and x.dtype in _FORMATS and x.is_contiguous()
+    fits = x.dtype in _FORMATS and _on_cpu(x) and x.is_contiguous()
     fits = fits and (like is None or (like.dtype, like.shape, like.is_contiguous()) == (x.dtype, x.shape, True))
     if not fits:
         raise ValueError(f"{name} takes contiguous fp32 or bf16 tensors on the CPU, {_words(x, like)}")
@@ -95,7 +102,9 @@ def _words(*tensors: Tensor | None) -> str:
     return f"got {', '.join(given)}"
 
 
-def _call(name: str, types: str, *arguments: object) -> None:
+def _call(x: Tensor, name: str, types: str, *arguments: object) -> None:
+    if x.is_meta:
+        return
     function = native.function(name, types)
     if function is None:
         raise RuntimeError("threed has no native library for the CPU here: `threed inspect` says why")

@@ -307,7 +307,7 @@ class Reducer:
 
     def is_late(self, sink: Sink) -> bool:
         """Returns whether a bucket of the parameter was sent in this round already."""
-        return not self._sent.isdisjoint(self._buckets_of.get(sink.slot, ()))
+        return bool(self._sent) and not self._sent.isdisjoint(self._buckets_of.get(sink.slot, ()))
 
     def _set_aside_gradients_of_others(self) -> None:
         for slot, grad in left(self._sinks):

@@ -39,6 +39,7 @@ class Sink:
         self.reducer, self.slot, self.uses = reducer, slot, uses
         self.expected = self.received = self.late = 0  # contributions: outstanding, in memory, set aside
         self.used = False  # in any step
+        self._dtype = reducer.layout.policy.grad_dtype
 
     def begin(self, passes: int) -> None:
         """Begins a round of `passes` micro-batches."""
@@ -54,25 +55,29 @@ class Sink:
             target.add_(grad)
         else:
             target.copy_(grad)
-        self._arrived()
+        self.arrived()
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the matrix product a @ b; in the buffer itself where the dtypes allow."""
-        self.add_products([(a, b)])
+        if not self._takes_products(a):
+            return self.add(torch.mm(a, b))
+        matmul.add_product_(self._target(), a, b, fresh=not self.received)
+        return self.arrived()
 
     def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Adds matrix products a @ b, made one after the other, as one contribution."""
-        target, total, dtype = None, None, self.reducer.layout.policy.grad_dtype
+        total, fresh, direct = None, not self.received, False
         for a, b in pairs:
-            if target is None and (self.reducer.is_late(self) or not (a.dtype == dtype or matmul.widens(a, dtype))):
+            direct = direct or (total is None and self._takes_products(a))
+            if direct:
+                matmul.add_product_(self._target(), a, b, fresh=fresh)
+                fresh = False
+            else:
                 total = torch.mm(a, b) if total is None else total.addmm_(a, b)
-                continue
-            first, target = target is None, self._target()
-            matmul.add_product_(target, a, b, fresh=first and not self.received)
-        if total is not None:
-            self.add(total)
-        else:
-            self._arrived()
+        self.arrived() if total is None else self.add(total)
+
+    def _takes_products(self, a: Tensor) -> bool:
+        return not self.reducer.is_late(self) and (a.dtype == self._dtype or matmul.widens(a, self._dtype))
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows [n h] at row numbers [n]."""
@@ -84,7 +89,7 @@ class Sink:
             target.zero_()
         if target.shape[0]:
             target.index_add_(0, index, rows.to(target.dtype))
-        return self._arrived()
+        return self.arrived()
 
     def memory(self) -> tuple[Tensor, bool] | None:
         """Returns where the gradient is, in the parameter's shape, and whether to add to what is there; `arrived` is
@@ -92,8 +97,12 @@ class Sink:
         return None if self.reducer.is_late(self) else (self._target(), self.received > 0)
 
     def arrived(self) -> None:
-        """Counts a contribution that was written into `memory`."""
-        self._arrived()
+        """Counts a contribution that is in memory now."""
+        self.used = True
+        self.received += 1
+        self.expected -= 1
+        if self.expected == 0:
+            self.reducer.arrived(self.slot)
 
     def take(self, param: Tensor) -> None:
         """Moves `param.grad` into the sink, when autograd calls its hook. In another engine's backward the gradient
@@ -108,13 +117,6 @@ class Sink:
 
     def _target(self) -> Tensor:
         return self.reducer.memory.view(self.slot)
-
-    def _arrived(self) -> None:
-        self.used = True
-        self.received += 1
-        self.expected -= 1
-        if self.expected == 0:
-            self.reducer.arrived(self.slot)
 
 
 def taken_by(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
