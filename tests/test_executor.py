@@ -334,6 +334,22 @@ def test_neighbours_that_stay_whole_share_a_graph(apart: int | None, graphs: int
             assert torch.equal(p.grad, q.grad)
 
 
+class Doubling(nn.Module):
+    """Changes its input, which the layer before, or a stage's boundary, may need."""
+
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize("apart", [None, 1])
+def test_an_input_changed_in_place_ends_the_step_whether_graphs_are_shared_or_not(apart: int | None) -> None:
+    first, second, *_ = model()
+    layers = [first, Doubling(), second]
+    stage = Stage(layers, AlwaysWhole() if apart is None else ComesAndGoes(apart))
+    with pytest.raises(RuntimeError, match="in-place"):
+        stage.forward(0, None, micros(1)[0])
+
+
 # -------------------------------------------------------------------------------------------------- the whole engine
 
 

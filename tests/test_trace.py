@@ -177,9 +177,11 @@ def test_layers_state_the_flops_that_are_traced(name: str, t: int, cut: bool, ti
     config = config_of(MODELS[name], tp=t, cut=cut)
     for rank in {0, t - 1}:
         topology = Topology.drawn(Grid(tp=t), rank)
-        layers = models.build(config.model, Slicing(topology.axis("tp"), cut, tile=tile)).layers()
+        model = models.build(config.model, Slicing(topology.axis("tp"), cut, tile=tile))
+        layers = model.layers()
         wanted = [cost.flops_forward for cost in formulas.transformer_costs(dims_of(config, rank), 2)]
         assert stated_flops(layers, ROWS * config.model.seq, config.model.seq) == wanted
+        assert [cost.flops for cost in trace(model, layers, config, topology, [])] == wanted
 
 
 @pytest.mark.parametrize("name", USERS_MODELS)

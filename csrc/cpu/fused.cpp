@@ -23,7 +23,7 @@ struct Fused {
   const void *x, *dy;      // dy: null in a forward
   void* out;
   float *top, *total;
-  const float *peak, *scale, *loss;
+  const float *logarithm, *loss;
   const int64_t* target;
 };
 
@@ -96,13 +96,14 @@ int threed_row_numbers(const void* x, int64_t rows, int64_t width, int64_t colum
   return run(call, rows, width, threads, instructions);
 }
 
-// In place: x = e^(x - peak) scale, less loss in the column `target` (none below 0); columns that do not count are zero.
-int threed_softmax_gradient(void* x, int64_t rows, int64_t width, int64_t columns, int format, const float* peak,
-                            const float* scale, const float* loss, const int64_t* target, int threads,
+// In place: x = e^(x - logarithm) loss, less loss in the column `target` (none below 0); columns that do not count are
+// zero.
+int threed_softmax_gradient(void* x, int64_t rows, int64_t width, int64_t columns, int format,
+                            const float* logarithm, const float* loss, const int64_t* target, int threads,
                             const char* instructions) {
   Fused call{};
   call.what = GRADIENT, call.format = format, call.width = width, call.columns = columns, call.out = x;
-  call.peak = peak, call.scale = scale, call.loss = loss, call.target = target;
+  call.logarithm = logarithm, call.loss = loss, call.target = target;
   return run(call, rows, width, threads, instructions);
 }
 

@@ -133,8 +133,8 @@ NOINLINE float sum_of_powers(const N* RESTRICT x, int64_t n, float largest) {
 }
 
 template <class N>
-NOINLINE void softmax_times(N* RESTRICT x, int64_t n, float largest, float scale) {
-  for (int64_t i = 0; i < n; i++) from_number(exponential(to_number(x[i]) - largest) * scale, x[i]);
+NOINLINE void softmax_times(N* RESTRICT x, int64_t n, float logarithm, float scale) {
+  for (int64_t i = 0; i < n; i++) from_number(exponential(to_number(x[i]) - logarithm) * scale, x[i]);
 }
 
 template <class N>
@@ -151,10 +151,10 @@ void gradient_part(const Fused& c, int64_t first, int64_t n) {
   for (int64_t row = first; row < first + n; row++) {
     N* x = static_cast<N*>(c.out) + row * c.width;
     const int64_t at = c.target[row];
-    const float scale = c.scale[row], loss = c.loss[row], peak = c.peak[row];
+    const float logarithm = c.logarithm[row], loss = c.loss[row];
     // Rounded once, so of the number before it was overwritten.
-    const float own = at < 0 ? 0.0f : exponential(to_number(x[at]) - peak) * scale - loss;
-    softmax_times(x, c.columns, peak, scale);
+    const float own = at < 0 ? 0.0f : exponential(to_number(x[at]) - logarithm) * loss - loss;
+    softmax_times(x, c.columns, logarithm, loss);
     if (at >= 0) from_number(own, x[at]);
     for (int64_t i = c.columns; i < c.width; i++) from_number(0.0f, x[i]);
   }

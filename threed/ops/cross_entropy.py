@@ -44,19 +44,19 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         rows = collectives.all_gather(torch.stack((top, total, hit.to(top.dtype))).unsqueeze(0), axis)  # [t 3 ...]
         peak = rows[:, 0].amax(0)
         whole = (rows[:, 1] * torch.exp(rows[:, 0] - peak)).sum(0)
-        loss = torch.where(targets >= 0, peak + whole.log() - rows[:, 2].sum(0), 0.0)
+        logarithm = peak + whole.log()  # of the sum of exponentials
         ctx.columns, ctx.fused, ctx.dtype = columns, fused, logits.dtype
-        scale = 1 / whole if fused else torch.exp(top - peak) / whole
-        ctx.save_for_backward(wide, local, held, scale, targets, peak)
-        return loss
+        scale = logarithm if fused else torch.exp(top - peak) / whole
+        ctx.save_for_backward(wide, local, held, scale, targets)
+        return torch.where(targets >= 0, logarithm - rows[:, 2].sum(0), 0.0)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
-        wide, local, held, scale, targets, peak = ctx.saved_tensors
+        wide, local, held, scale, targets = ctx.saved_tensors
         dloss = torch.where(targets >= 0, dloss, 0.0)
         if ctx.fused:
             own = local.squeeze(-1).masked_fill(~held, -1)
-            fused_cpu.softmax_gradient_(wide, ctx.columns, peak, scale * dloss, dloss, own)
+            fused_cpu.softmax_gradient_(wide, ctx.columns, scale, dloss, own)
             return wide, None, None, None, None
         grad = wide[..., : ctx.columns].mul_((scale * dloss).unsqueeze(-1))  # exponentials -> softmax, times dloss
         if ctx.columns:

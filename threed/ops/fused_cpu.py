@@ -63,22 +63,21 @@ def row_numbers(x: Tensor, columns: int, *, instructions: str | None = None) -> 
 
 
 def softmax_gradient_(
-    x: Tensor, columns: int, peak: Tensor, scale: Tensor, loss: Tensor, target: Tensor, *,
-    instructions: str | None = None,
-) -> None:  # fmt: skip
-    """x = e^(x - peak) * scale, less `loss` in each row's column `target`; columns beyond the first ones are zero.
+    x: Tensor, columns: int, logarithm: Tensor, loss: Tensor, target: Tensor, *, instructions: str | None = None
+) -> None:
+    """x = e^(x - logarithm) * loss, less `loss` in each row's column `target`; columns beyond the first ones are zero.
 
-    x: [... width]. peak, scale, loss: fp32 [...]. target: int64 [...], below 0 for none.
+    x: [... width]. logarithm (of a row's sum of exponentials), loss: fp32 [...]. target: int64 [...], below 0 for none.
     """
     _check("softmax_gradient_", x)
-    rows = (peak, scale, loss)
+    rows = (logarithm, loss)
     fits = all(t.dtype == torch.float32 and t.shape == x.shape[:-1] for t in rows) and 0 < columns <= x.shape[-1]
     if not fits or target.dtype != torch.int64 or target.shape != x.shape[:-1]:
         raise ValueError(f"softmax_gradient_ takes fp32 and int64 [...] for [... width], {_words(x, *rows, target)}")
     given = [t.contiguous() for t in (*rows, target)]
     sizes = (target.numel(), x.shape[-1], columns, _FORMATS[x.dtype])
     how = _how(x, instructions)[1:]
-    _call(x, "threed_softmax_gradient", "iPqqqiPPPPis", _at(x), *sizes, *map(_at, given), *how)
+    _call(x, "threed_softmax_gradient", "iPqqqiPPPis", _at(x), *sizes, *map(_at, given), *how)
     torch.autograd.graph.increment_version((x,))  # it wrote behind autograd's back
 
 

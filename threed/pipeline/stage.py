@@ -155,8 +155,12 @@ class Stage:
         `begin`; or its output with the graph, which goes on, and None."""
         if micro.training and unit in self._again:
             return self._run_to_recompute(unit, x, micro)
+        given = [part for part in tensors(x) if part.requires_grad] if unit - 1 in self._joined else []
+        versions = [part._version for part in given]
         with self._watch(unit) if micro.training else nullcontext():
             y = self._layer(unit)(x, micro)
+        if [part._version for part in given] != versions:  # of an input without a neighbour's graph, torch says it
+            raise RuntimeError(f"layer {unit} ({type(self._layer(unit)).__name__}) changed its input in-place")
         parts = self._tensors(unit, y)
         if not micro.training:
             return y, Frame()

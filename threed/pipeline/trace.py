@@ -9,9 +9,10 @@ it. A layer that is built as one before it, for inputs of the same shape, is not
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,6 +73,14 @@ def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int
     return found
 
 
+@functools.cache
+def _formula(operation: Any) -> Callable[..., int] | None:
+    """Torch's count of an operation's FLOPs, which knows `addmm` but not `addmm_`."""
+    plain = getattr(torch.ops.aten, operation.__name__.removesuffix("_"), operation)
+    formula: Callable[..., int] | None = flop_registry.get(operation, flop_registry.get(plain))
+    return formula
+
+
 class TraceError(ValueError):
     """A layer cannot be run on the meta device: the message names it, and what to do."""
 
@@ -97,7 +106,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+        if (formula := _formula(func._overloadpacket)) is not None:
             known = [arg for arg in args if not isinstance(arg, torch.dtype)]  # torch's formulas know no `out_dtype`
             self.flops += formula(*known, **(kwargs or {}), out_val=out)
         self.look_at((args, out))
