@@ -66,11 +66,12 @@ def plain(config: GPTConfig, micros: int, shard: bool = False) -> Step:
     return step
 
 
-def threed(config: GPTConfig, micros: int, stage: int) -> Step:
+def threed(config: GPTConfig, micros: int, stage: int, **run: Any) -> Step:
     """threed's engine; it keeps gradients in full at stage 0, and reduces every micro-batch at stage 3."""
     settings = {
         "train": {"global_batch": micros * RANKS, "micro_batch": 1, "grad_clip": 0.0},
         "zero": {"stage": stage, "resident": 0},
+        "run": run,
     }
     trainer = make_trainer(config, Topology(), settings)
     tokens, labels = batch(config, micros)
@@ -80,6 +81,7 @@ def threed(config: GPTConfig, micros: int, stage: int) -> Step:
 MAKERS: dict[str, Callable[[GPTConfig, int], Step]] = {
     "plain": plain,
     "threed": lambda config, micros: threed(config, micros, 0),
+    "threed_compiled": lambda config, micros: threed(config, micros, 0, compile=True),
     "fsdp2": lambda config, micros: plain(config, micros, shard=True),
     "threed_zero3": lambda config, micros: threed(config, micros, 3),
 }
@@ -115,7 +117,7 @@ def main() -> None:
     each = {name: 1e6 * statistics.median(times) / args.layers / args.micro_batches for name, times in rounds.items()}
     ratios = {
         f"{ours} / {peer}": statistics.median(a / b for a, b in zip(rounds[ours], rounds[peer], strict=True))
-        for ours, peer in (("threed", "plain"), ("threed_zero3", "fsdp2"))
+        for ours, peer in (("threed", "plain"), ("threed_compiled", "plain"), ("threed_zero3", "fsdp2"))
     }
     print(json.dumps({"us_a_layer_and_micro_batch": each, "ratios": ratios, "torch": torch.__version__}))
 

@@ -118,9 +118,7 @@ __global__ void __launch_bounds__(THREADS)
 __global__ void __launch_bounds__(THREADS)
     gelu_backward(const uint4* __restrict__ dout, const uint4* __restrict__ x, const uint4* __restrict__ bias,
                   uint4* __restrict__ dx, float* __restrict__ db_parts, int64_t rows, int64_t packs) {
-  __shared__ float of_warp[WARPS][PACK][WARP];
   const int64_t at = my_pack();
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   float b[PACK] = {}, db[PACK] = {};
   if (at < packs) load_bias(b, bias, at);
   for (int64_t row = first_row(); row < rows && at < packs; row += next_rows()) {
@@ -147,15 +145,7 @@ __global__ void __launch_bounds__(THREADS)
     }
   }
   if (!db_parts) return;
-#pragma unroll
-  for (int k = 0; k < PACK; k++) of_warp[warp][k][lane] = db[k];
-  __syncthreads();
-  if (warp != 0) return;
-#pragma unroll
-  for (int w = 1; w < WARPS; w++)
-#pragma unroll
-    for (int k = 0; k < PACK; k++) db[k] += of_warp[w][k][lane];
-  store_floats(db_parts + int64_t(blockIdx.y) * packs * PACK, db, at, packs);
+  store_sum_of_warps<WARPS>(db_parts + int64_t(blockIdx.y) * packs * PACK, db, at, packs);
 }
 
 // As many blocks of rows as there is work for; at most what a grid can have.

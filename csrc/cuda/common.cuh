@@ -57,6 +57,22 @@ __device__ __forceinline__ void store_floats(float* to, const float (&x)[PACK], 
   if (at - odd + 1 < packs) both[2] = make_float4(second[0], second[1], second[2], second[3]);
 }
 
+// to [8 packs] = the sums over a block's warps, in order, of each lane's eight at `at`. Every thread takes part.
+template <int WARPS>
+__device__ __forceinline__ void store_sum_of_warps(float* to, float (&sum)[PACK], int64_t at, int64_t packs) {
+  __shared__ float of_warp[WARPS][PACK][WARP];
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+#pragma unroll
+  for (int k = 0; k < PACK; k++) of_warp[warp][k][lane] = sum[k];
+  __syncthreads();
+  if (warp != 0) return;
+#pragma unroll
+  for (int w = 1; w < WARPS; w++)
+#pragma unroll
+    for (int k = 0; k < PACK; k++) sum[k] += of_warp[w][k][lane];
+  store_floats(to, sum, at, packs);
+}
+
 // --------------------------------------------------------------------------------------------------------------- sums
 
 __device__ __forceinline__ float sum_over_warp(float x) {

@@ -45,7 +45,6 @@ __global__ void __launch_bounds__(THREADS) add_parts(Parts first, Parts second, 
 __global__ void __launch_bounds__(THREADS)
     column_sums(const uint4* __restrict__ x, float* __restrict__ parts, int64_t rows, int64_t packs) {
   constexpr int AHEAD = 4;
-  __shared__ float of_warp[WARPS][PACK][WARP];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int64_t at = int64_t(blockIdx.x) * WARP + lane, step = int64_t(gridDim.y) * WARPS * AHEAD;
   float sum[PACK] = {};
@@ -62,15 +61,7 @@ __global__ void __launch_bounds__(THREADS)
       for (int k = 0; k < PACK; k++) sum[k] += y[k];
     }
   }
-#pragma unroll
-  for (int k = 0; k < PACK; k++) of_warp[warp][k][lane] = sum[k];
-  __syncthreads();
-  if (warp != 0) return;
-#pragma unroll
-  for (int w = 1; w < WARPS; w++)
-#pragma unroll
-    for (int k = 0; k < PACK; k++) sum[k] += of_warp[w][k][lane];
-  store_floats(parts + int64_t(blockIdx.y) * packs * PACK, sum, at, packs);
+  store_sum_of_warps<WARPS>(parts + int64_t(blockIdx.y) * packs * PACK, sum, at, packs);
 }
 
 __device__ __forceinline__ float squares(const float4& x) { return x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w; }

@@ -116,7 +116,9 @@ FAULTS = {
         "common.cuh", "const bool odd = threadIdx.x % 2;",
         "if (at >= packs) return;\n  const bool odd = threadIdx.x % 2;", lambda: norms(8), "lanes that never come",
     ),
-    "a bias gradient without a barrier": Planted("activation.cu", "__syncthreads();", "", geglu, "race|unwritten"),
+    "a bias gradient without a barrier": Planted(
+        "common.cuh", "__syncthreads();\n  if (warp != 0)", "if (warp != 0)", geglu, "race|unwritten"
+    ),
     "rows beyond the last": Planted("activation.cu", "if (row + u >= rows) continue;", "", gates, BEYOND),
     "a wrong derivative": Planted("activation.cu", "s + silu * (1.f - s)", "s + silu * (1.f + s)", gates, None),
     "a head too many": Planted("rotary.cu", "i < pairs", "i <= pairs", heads, None),
