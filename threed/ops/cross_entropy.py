@@ -41,14 +41,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             top, total = fused_cpu.row_numbers(logits, columns)
         else:
             top, total, hit = _shard_numbers(wide[..., :columns], local, held)
-        rows = collectives.all_gather(torch.stack((top, total, hit.to(top.dtype))).unsqueeze(0), axis)  # [t 3 ...]
-        peak = rows[:, 0].amax(0)
-        whole = (rows[:, 1] * torch.exp(rows[:, 0] - peak)).sum(0)
-        logarithm = peak + whole.log()  # of the sum of exponentials
+        logarithm, scale, hit = _over_shards(top, total, hit, axis)
         ctx.columns, ctx.fused, ctx.dtype = columns, fused, logits.dtype
-        scale = logarithm if fused else torch.exp(top - peak) / whole
-        ctx.save_for_backward(wide, local, held, scale, targets)
-        return torch.where(targets >= 0, logarithm - rows[:, 2].sum(0), 0.0)
+        ctx.save_for_backward(wide, local, held, logarithm if fused else scale, targets)
+        return torch.where(targets >= 0, logarithm - hit, 0.0)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -75,6 +71,17 @@ def _shard_numbers(scores: Tensor, local: Tensor, held: Tensor) -> tuple[Tensor,
     top = scores.amax(-1)
     total = scores.sub_(top.unsqueeze(-1)).exp_().sum(-1)
     return top, total, hit
+
+
+def _over_shards(top: Tensor, total: Tensor, hit: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: the logarithm of the sum of exponentials over all shards, what this shard's e^(x - top) are to be
+    multiplied by to be probabilities, and the target's logit."""
+    if axis.size == 1:
+        return top + total.log(), total.reciprocal(), hit
+    rows = collectives.all_gather(torch.stack((top, total, hit.to(top.dtype))).unsqueeze(0), axis)  # [t 3 ...]
+    peak = rows[:, 0].amax(0)
+    whole = (rows[:, 1] * torch.exp(rows[:, 0] - peak)).sum(0)
+    return peak + whole.log(), torch.exp(top - peak) / whole, rows[:, 2].sum(0)
 
 
 def vocab_parallel_cross_entropy(
