@@ -11,6 +11,7 @@
 namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / WARP;
+constexpr int AHEAD = 2;  // packs that a lane asks for before it uses the first
 
 struct Stream {
   unsigned key0, key1, step, threshold;  // kept from this word on
@@ -25,26 +26,35 @@ __global__ void __launch_bounds__(THREADS)
   if (row >= rows) return;
   const unsigned position = first_position + row / sequences;
   const int64_t sample = samples[row % sequences];
-  for (unsigned at = threadIdx.x % WARP; at < packs; at += WARP) {
-    float y[PACK], b[PACK] = {}, r[PACK] = {};
-    const uint4 words = __ldcs(x + int64_t(row) * packs + at);
-    uint4 added = make_uint4(0, 0, 0, 0);
-    if (residual) added = __ldcs(residual + int64_t(row) * packs + at);
-    if (bias) unpack(__ldg(bias + at), b);
-    unpack(words, y), unpack(added, r);
+  for (unsigned first = threadIdx.x % WARP; first < packs; first += AHEAD * WARP) {
+    uint4 words[AHEAD] = {}, added[AHEAD] = {};
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const unsigned counter = 2 * (position * packs + at) + half;
-      const uint4 drawn = philox(make_uint4(counter, unsigned(sample), unsigned(sample >> 32), stream.step), stream.key0,
-                                 stream.key1);
-      const unsigned random[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        float& one = y[4 * half + k];
-        one = r[4 * half + k] + (random[k] >= stream.threshold ? (one + b[4 * half + k]) * stream.scale : 0.f);
-      }
+    for (int u = 0; u < AHEAD; u++) {
+      if (first + u * WARP >= packs) continue;
+      words[u] = __ldcs(x + int64_t(row) * packs + first + u * WARP);
+      if (residual) added[u] = __ldcs(residual + int64_t(row) * packs + first + u * WARP);
     }
-    __stcs(out + int64_t(row) * packs + at, pack(y));
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      const unsigned at = first + u * WARP;
+      if (at >= packs) continue;
+      float y[PACK], b[PACK] = {}, r[PACK];
+      if (bias) unpack(__ldg(bias + at), b);
+      unpack(words[u], y), unpack(added[u], r);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const unsigned counter = 2 * (position * packs + at) + half;
+        const uint4 drawn = philox(make_uint4(counter, unsigned(sample), unsigned(sample >> 32), stream.step), stream.key0,
+                                   stream.key1);
+        const unsigned random[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          float& one = y[4 * half + k];
+          one = r[4 * half + k] + (random[k] >= stream.threshold ? (one + b[4 * half + k]) * stream.scale : 0.f);
+        }
+      }
+      __stcs(out + int64_t(row) * packs + at, pack(y));
+    }
   }
 }
 

@@ -27,8 +27,8 @@ BUSY = {
     "norm.forward<1,1,1>": 0.66,
 }
 DROPOUT_ALONE = 0.99
-# Kernels that ask for less than FLYING, down to this, in machine code for sm_100: what they issue limits both.
-SLOW = {"quantise.dequantise<4>": 18 << 10, "dropout.dropout": 24 << 10}
+# Kernels that ask for less than FLYING, down to this, in machine code for sm_100: what it issues limits it.
+SLOW = {"quantise.dequantise<4>": 18 << 10}
 
 ROW = "one number of a row, for all threads or from one"
 WORD = "eight numbers of 4 or 8 bits"
