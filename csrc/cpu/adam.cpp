@@ -47,30 +47,12 @@ INLINE void stream_end() {
 #endif
 }
 
-namespace portable {
-#include "adam_kernel.h"
-}
-
-#ifdef X86
-TARGET_BEGIN(AVX2)
-namespace avx2 {
-#include "adam_kernel.h"
-}
-TARGET_END
-TARGET_BEGIN(AVX512)
-namespace avx512 {
-#include "adam_kernel.h"
-}
-TARGET_END
-#endif
+#define KERNEL_HEADER "adam_kernel.h"
+#include "each_target.h"
 
 using Kernel = void (*)(const Call&, int64_t first, int64_t n);
 
-#ifdef X86
-constexpr Kernel KERNELS[] = {avx512::adamw, avx2::adamw, portable::adamw};
-#else
-constexpr Kernel KERNELS[] = {portable::adamw};
-#endif
+constexpr Kernel KERNELS[] = OF_TARGETS(adamw);
 
 void run_parts(const Call& call, Kernel kernel, int threads) {
   const int64_t useful = useful_threads(call.n / THREAD_FROM, threads);

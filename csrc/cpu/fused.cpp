@@ -27,30 +27,12 @@ struct Fused {
   const int64_t* target;
 };
 
-namespace portable {
-#include "fused_kernel.h"
-}
-
-#ifdef X86
-TARGET_BEGIN(AVX2)
-namespace avx2 {
-#include "fused_kernel.h"
-}
-TARGET_END
-TARGET_BEGIN(AVX512)
-namespace avx512 {
-#include "fused_kernel.h"
-}
-TARGET_END
-#endif
+#define KERNEL_HEADER "fused_kernel.h"
+#include "each_target.h"
 
 using Kernel = void (*)(const Fused&, int64_t first, int64_t n);
 
-#ifdef X86
-constexpr Kernel KERNELS[] = {avx512::fused, avx2::fused, portable::fused};
-#else
-constexpr Kernel KERNELS[] = {portable::fused};
-#endif
+constexpr Kernel KERNELS[] = OF_TARGETS(fused);
 
 // n: rows, or numbers where `size` of a row is 1.
 int run(const Fused& call, int64_t n, int64_t size, int threads, const char* instructions) {

@@ -1,9 +1,9 @@
 // Instruction sets: a kernel's header is included once for each, in a namespace and under a target of its own, and cpuid
 // picks one when it is called.
 //
-//   namespace portable { #include "kernel.h" }
-//   TARGET_BEGIN(AVX2) namespace avx2 { #include "kernel.h" } TARGET_END          under X86, likewise AVX512
-//   KERNELS[find_path(nullptr)]                                                   {avx512::f, avx2::f, portable::f}
+//   #define KERNEL_HEADER "kernel.h"
+//   #include "each_target.h"
+//   constexpr Kernel KERNELS[] = OF_TARGETS(f);       KERNELS[find_path(nullptr)](...)
 #pragma once
 
 #include <cstring>
@@ -34,8 +34,10 @@
 // From the fastest to the plainest.
 #ifdef X86
 constexpr const char* PATHS[] = {"avx512", "avx2", "portable"};
+#define OF_TARGETS(f) {avx512::f, avx2::f, portable::f}
 #else
 constexpr const char* PATHS[] = {"portable"};
+#define OF_TARGETS(f) {portable::f}
 #endif
 
 // The number of the path of that name, or of the fastest for a null pointer; -1 if this processor cannot run it.
