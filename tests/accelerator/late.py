@@ -46,6 +46,7 @@ from tests.accelerator import pretend
 from tests.accelerator.watching import COPIES, NAME, READS, tensors_in
 from threed import collectives
 from threed import device as door
+from threed.layers import attention
 from threed.testing import Results
 from threed.topology import Topology
 
@@ -343,7 +344,7 @@ class Device(TorchDispatchMode):
         for t in given:
             if t.dim() and not isinstance(t, Late):
                 raise LateError(f"{place()}: {func} mixes a tensor {list(t.shape)} of the host with the device's")
-        return self._operate(func, args, kwargs)
+        return self.operate(func, args, kwargs)
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         name, pinned = func._opname, kwargs.pop("pin_memory", False)
@@ -405,7 +406,7 @@ class Device(TorchDispatchMode):
             self.allocate(storage, storage.nbytes())
         return Late(elem)
 
-    def _operate(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def operate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Makes the results, and queues what writes their values."""
         fresh: list[Tensor] = []
 
@@ -422,6 +423,8 @@ class Device(TorchDispatchMode):
             meta = {key: torch.device("meta") if key == "device" else value for key, value in kwargs.items()}
             with in_kernel_invocation_manager(_on_meta):
                 out = func(*args, **meta)
+            if func is aten.native_layer_norm.default:  # the CPU's statistics have the input's dtype
+                out = (out[0], *(t.to(args[0].dtype) for t in out[1:]))
             out = mapped(made, out)
             if all(isinstance(t, Late) for t in fresh) or func._opname.startswith(("empty", "new_empty")):
                 return out
@@ -543,14 +546,34 @@ class Communication:
 # --------------------------------------------------------------------------------------------------------------- doors
 
 
+class _Silu(torch.autograd.Function):
+    """SiLU, whose backward torch would run in pieces."""
+
+    @staticmethod
+    def forward(ctx: Any, device: Device, x: Tensor) -> Tensor:
+        ctx.device = device
+        ctx.save_for_backward(x)
+        return aten.silu(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.device.operate(aten.silu_backward.default, (dy, *ctx.saved_tensors), {})
+
+
 class AsOnCpu(TorchFunctionMode):
-    """Attention by the CPU's kernel, which torch would not choose for another device."""
+    """Attention and SiLU by the CPU's kernels, which torch would not choose for another device."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and isinstance(args[0], Late):
             causal, scale = kwargs.get("is_causal", False), kwargs.get("scale")
             return aten._scaled_dot_product_flash_attention_for_cpu(*args[:3], 0.0, causal, scale=scale)[0]
+        if func is F.silu and isinstance(args[0], Late):
+            return _Silu.apply(self.device, args[0])
         return func(*args, **kwargs)
 
 
@@ -573,6 +596,7 @@ def late(seed: int = 0) -> Iterator[Device]:
         (door.page_unlock, lambda address: device.locked.pop(address, None)),
         (collectives._all_gather_single, talk.of(collectives._all_gather_single)),
     ]
+    attention.rotary_table.cache_clear()  # of another device with this name
     with (
         pretend.there(),
         pretend.replaced(answers),
@@ -581,8 +605,11 @@ def late(seed: int = 0) -> Iterator[Device]:
         patch.object(collectives, "dist", talk),
         torch.autograd.set_multithreading_enabled(False),
         pretend.numbers_begin_on_the_host(),
-        AsOnCpu(),
+        AsOnCpu(device),
         device,
     ):
-        yield device
-        device.drain()
+        try:
+            yield device
+            device.drain()
+        finally:
+            attention.rotary_table.cache_clear()
