@@ -1,7 +1,7 @@
 """A pretend accelerator with values, whose streams run late and in a random order: a missing wait gives wrong numbers.
 
-    with late(seed=3) as device:
-        results = device.train(case)          # `tests.configs.train`, on this device
+    with late(seed=3):
+        results = configs.train(case)         # engines of `tests.configs` are on this device
 
 Tensors have a shape and strides of their own, and values in a block of the host's memory. Views are made at once; every
 other operation is put into the queue of the current stream, with aliases of the memory that it reads and writes. Queues
@@ -47,11 +47,9 @@ from tests.accelerator.watching import COPIES, NAME, READS, tensors_in
 from threed import collectives
 from threed import device as door
 from threed.layers import attention
-from threed.testing import Results
 from threed.topology import Topology
 
 aten, prim = torch.ops.aten, torch.ops.prim
-WHERE = torch.device(NAME, 0) if torch._C._get_privateuse1_backend_name() == NAME else None
 THREED = str(Path(door.__file__).parent)
 GRAIN = 512  # bytes: blocks of memory are multiples, as CUDA's are
 _on_meta: Any = SimpleNamespace(in_kernel_invocation=False)
@@ -248,15 +246,6 @@ class Device(TorchDispatchMode):
             self.streams[key] = Stream(self)
         return self.streams[key]
 
-    def train(self, case: configs.Case) -> Results:
-        """The steps of a case on this device."""
-
-        def topology_of(pp: int, tp: int) -> Topology:
-            return Topology(pp=pp, tp=tp, device=self.where)
-
-        with patch.object(configs, "topology_of", topology_of):
-            return configs.train(case)
-
     # -------------------------------------------------------------------------------------------------------- running
 
     def turn(self) -> bool:
@@ -384,7 +373,7 @@ class Device(TorchDispatchMode):
                 if late:  # as on CUDA
                     self.pin(out)
             else:
-                out = self._new(torch.empty_like(source, dtype=dtype, device="meta"))
+                out = self._like(torch.empty_like(source, dtype=dtype, device="meta"))
         self._copy(out, source, late)
         return out
 
@@ -399,45 +388,37 @@ class Device(TorchDispatchMode):
         if not late or (to_host and not pinned):
             self.current.synchronize()
 
-    def _new(self, elem: Tensor) -> Tensor:
-        """A tensor of the device for one on the meta device; memory too, if its storage is new."""
+    def _like(self, value: Any) -> Any:
+        """A tensor of the device, without values yet, of the form of one of the host."""
+        if not isinstance(value, Tensor):
+            return value
+        elem = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         storage = elem.untyped_storage()
-        if storage.nbytes() and not hasattr(storage, "block"):
+        if storage.nbytes():
             self.allocate(storage, storage.nbytes())
         return Late(elem)
 
     def operate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Makes the results, and queues what writes their values."""
-        fresh: list[Tensor] = []
-
-        def made(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            new = not hasattr(value.untyped_storage(), "block") and value.numel() > 0
-            value = self._new(value)
-            fresh.append(twin(value) if new else value)
-            return value
-
-        written = _written(func, args, kwargs)
-        if written is None:
-            meta = {key: torch.device("meta") if key == "device" else value for key, value in kwargs.items()}
+        if func.is_view or func._opname == "_unsafe_view":
             with in_kernel_invocation_manager(_on_meta):
-                out = func(*args, **meta)
-            if func is aten.native_layer_norm.default:  # the CPU's statistics have the input's dtype
-                out = (out[0], *(t.to(args[0].dtype) for t in out[1:]))
-            out = mapped(made, out)
-            if all(isinstance(t, Late) for t in fresh) or func._opname.startswith(("empty", "new_empty")):
-                return out
-        else:
+                out = func(*args, **kwargs)
+            return mapped(lambda value: Late(value) if isinstance(value, Tensor) else value, out)
+        written, targets = _written(func, args, kwargs), list[Tensor]()
+        if written is not None:
             out = written[0] if len(written) == 1 else tuple(written) if written else None
+        else:  # in the form of what the CPU makes of zeros
+            out = mapped(self._like, func(*mapped(_zeros, args), **mapped(_zeros, kwargs)))
+            targets = [twin(t) for t in tensors_in(out)]
+        if func._opname.startswith(("empty", "new_empty")):
+            return out
         on_cpu, kw = mapped(_value, args), mapped(_value, kwargs)
 
         def run() -> None:
             results = func(*on_cpu, **kw)
             if written is None:
-                for target, result in zip(fresh, tensors_in(results), strict=True):
-                    if not isinstance(target, Late):
-                        target.copy_(result)
+                for target, result in zip(targets, tensors_in(results), strict=True):
+                    target.copy_(result)
 
         self.current.add(run, str(func))
         return out
@@ -450,6 +431,13 @@ def _value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()  # a number, which a kernel gets when it is started
     return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _zeros(value: Any) -> Any:
+    """Zeros in the form of an argument."""
+    if not isinstance(value, Late):
+        return _value(value)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
@@ -586,6 +574,9 @@ def late(seed: int = 0) -> Iterator[Device]:
     def set_stream(stream: Stream) -> None:
         device.current = stream
 
+    def topology_of(pp: int, tp: int) -> Topology:
+        return Topology(pp=pp, tp=tp, device=device.where)
+
     answers: Iterable[tuple[Callable[..., Any], Callable[..., Any]]] = [
         (door.count, lambda: 1),
         (door.current_stream, lambda *_: device.current),
@@ -603,6 +594,7 @@ def late(seed: int = 0) -> Iterator[Device]:
         patch.object(torch.accelerator, "set_stream", set_stream),
         patch.object(torch.UntypedStorage, "resize_", device.resize(torch.UntypedStorage.resize_)),
         patch.object(collectives, "dist", talk),
+        patch.object(configs, "topology_of", topology_of),
         torch.autograd.set_multithreading_enabled(False),
         pretend.numbers_begin_on_the_host(),
         AsOnCpu(device),

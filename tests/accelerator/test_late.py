@@ -1,0 +1,204 @@
+"""Training on a device whose streams run late is the same, bit for bit; and is not, where a wait is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import configs
+from tests.accelerator.late import Event, LateError, Stream, late
+from tests.configs import Case
+from threed import batches
+from threed import device as door
+from threed.config import Config
+from threed.data.prefetch import Prefetcher
+from threed.memory import tiers
+from threed.metrics import DataError
+from threed.ops import adam, matmul
+from threed.pipeline import activation_checkpointing
+from threed.pipeline.activation_checkpointing import ActivationStore, SavedInput
+from threed.testing import Results, results_of
+from threed.zero import gather
+from threed.zero.optimizer import Optimizer
+
+STEPS = 3
+
+
+def config_of(case: Case, **zero: Any) -> Config:
+    """The configuration of a case, with other settings of ZeRO."""
+    config = configs.config_of(case)
+    return config.model_copy(update={"zero": config.zero.model_copy(update=zero)})
+
+
+def train(config: Config) -> Results:
+    """A few steps, on batches that a thread makes ahead."""
+    engine, rows = configs.engine_of(config), config.train.global_batch
+    with Prefetcher(lambda step: configs.share(configs.batch(step, rows), engine.topology), 0) as ahead:
+        metrics = [engine.step(ahead.get(step)) for step in range(STEPS)]
+    return results_of(engine, metrics)
+
+
+@contextmanager
+def same_kernels(config: Config) -> Iterator[None]:
+    """Has the CPU compute what the device does by the same kernels: torch's. What the host updates is its own."""
+    with patch.object(matmul, "_onednn_is_faster", lambda: False):
+        if config.zero.offload_optimizer != "none":
+            yield
+            return
+        with patch.object(adam, "_kernel", lambda: None):
+            yield
+
+
+def differences(got: Results, want: Results) -> list[str]:
+    """What is not the same, bit for bit."""
+    found = [name for name in ("losses", "norms") if getattr(got, name) != getattr(want, name)]
+    for part, tensors in want.parts.items():
+        found += [f"{part} of {name}" for name, x in tensors.items() if not torch.equal(got.parts[part][name], x)]
+    return found
+
+
+def check(config: Config, seeds: range) -> None:
+    """The same training, on the CPU and late in several orders."""
+    with same_kernels(config):
+        want = train(config)
+        for seed in seeds:
+            with late(seed):
+                got = train(config)
+            assert differences(got, want) == [], f"seed {seed}"
+
+
+OFFLOADED: dict[str, Any] = {"zero": 3, "offload_optimizer": "cpu", "offload_params": "cpu", "bucket_mib": 0.03}
+DRIVE: dict[str, Any] = {"zero": 3, "offload_optimizer": "nvme", "offload_params": "nvme", "bucket_mib": 0.03}
+CASES = {
+    "everything on the device": Case(zero=3, bucket_mib=0.03, prefetch=2),
+    "optimizer on the host, ZeRO 1": Case(zero=1, offload_optimizer="cpu", bucket_mib=0.03),
+    "optimizer on the host, ZeRO 2": Case(zero=2, offload_optimizer="cpu", bucket_mib=0.03),
+    "optimizer on the host, ZeRO 3": Case(zero=3, offload_optimizer="cpu", bucket_mib=0.03),
+    "parameters on the host": Case(zero=3, offload_params="cpu", bucket_mib=0.03, prefetch=2),
+    "both on the host, bf16": Case(**OFFLOADED, dtype="bf16", model="llama", recompute="cpu"),
+    "everything on a drive": Case(**DRIVE, recompute="nvme"),
+    "recompute": Case(recompute="full", dropout=0.1),
+    "recompute from the host": Case(recompute="cpu", dtype="fp32", model="llama"),
+    "recompute in an arena": Case(recompute="half", zero=2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_the_same(name: str) -> None:
+    check(config_of(CASES[name]), range(1))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_so_is_a_delayed_update(stage: int) -> None:
+    case = Case(zero=stage, offload_optimizer="cpu", bucket_mib=0.03, dtype="bf16")
+    check(config_of(case, delayed_update=True), range(1))
+
+
+# ------------------------------------------------------------------------------------------------------ planted faults
+
+
+class Unordered:
+    """A stream in whose name nobody waits. events: also its events are there at once for the host."""
+
+    def __init__(self, stream: Stream, waits: bool = True, events: bool = False) -> None:
+        self.stream, self.waits, self.events = stream, waits, events
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def wait_event(self, event: Event) -> None:
+        if self.waits:
+            self.stream.wait_event(event)
+
+    def record_event(self) -> Event:
+        event = self.stream.record_event()
+        if self.events:
+            event.synchronize = lambda: None  # type: ignore[method-assign]
+        return event
+
+
+def parameters_are_not_waited_for(plant: pytest.MonkeyPatch) -> None:
+    there = gather.current_stream
+    plant.setattr(gather, "current_stream", lambda device: Unordered(there(device), waits=False))
+
+
+def copies_do_not_wait_for_layers(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Stream, "wait_stream", lambda self, other: None)
+
+
+def the_host_does_not_wait_for_gradients(plant: pytest.MonkeyPatch) -> None:
+    there = tiers.copy_stream
+    plant.setattr(tiers, "copy_stream", lambda *where: Unordered(there(*where), events=True))
+
+
+def the_host_updates_what_is_being_read(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Optimizer, "let_device_read", lambda self: None)
+
+
+def a_drives_buffer_is_reused_too_soon(plant: pytest.MonkeyPatch) -> None:
+    there = gather.copy_stream
+    plant.setattr(gather, "copy_stream", lambda *where: Unordered(there(*where), events=True))
+
+
+def recompute_does_not_wait(plant: pytest.MonkeyPatch) -> None:
+    there = activation_checkpointing.current_stream
+    plant.setattr(activation_checkpointing, "current_stream", lambda device: Unordered(there(device), waits=False))
+
+
+def a_saved_input_is_freed_too_soon(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(ActivationStore, "_store_left", lambda self, at_most: self._leaving.clear())
+
+
+def a_drive_writes_too_soon(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Event, "synchronize", lambda self: None)
+
+
+def batches_share_a_page_locked_buffer(plant: pytest.MonkeyPatch) -> None:
+    buffers: dict[torch.Size, Tensor] = {}
+
+    def start_copy_in(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+        shared = buffers.setdefault(values.shape, values.pin_memory())
+        return shared.copy_(values).to(device, dtype, non_blocking=True)
+
+    plant.setattr(batches, "start_copy_in", start_copy_in)
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+FAULTS: list[tuple[Plant, Case]] = [
+    (parameters_are_not_waited_for, Case(**OFFLOADED)),
+    (copies_do_not_wait_for_layers, Case(**OFFLOADED)),
+    (copies_do_not_wait_for_layers, Case(recompute="cpu")),
+    (the_host_does_not_wait_for_gradients, Case(**OFFLOADED)),
+    (the_host_does_not_wait_for_gradients, Case(zero=1, offload_optimizer="cpu")),
+    (the_host_updates_what_is_being_read, Case(**OFFLOADED)),
+    (a_drives_buffer_is_reused_too_soon, Case(**DRIVE)),
+    (recompute_does_not_wait, Case(recompute="cpu")),
+    (a_saved_input_is_freed_too_soon, Case(recompute="cpu")),
+    (a_drive_writes_too_soon, Case(recompute="nvme")),
+    (batches_share_a_page_locked_buffer, Case()),
+]
+
+
+def found(config: Config, want: Results, seed: int, plant: Plant = lambda _: None) -> str:
+    """What is wrong with a training; nothing if it is the same."""
+    try:
+        with late(seed), pytest.MonkeyPatch.context() as there:
+            plant(there)
+            return ", ".join(differences(train(config), want)[:3])
+    except (LateError, DataError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("plant", "case"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_planted_fault_is_found(plant: Plant, case: Case) -> None:
+    config = config_of(case)
+    with same_kernels(config):
+        want = train(config)
+        assert not found(config, want, 0)
+        assert any(found(config, want, seed, plant) for seed in range(3))
