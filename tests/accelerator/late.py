@@ -20,6 +20,7 @@ stream that is current there.
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import threading
@@ -27,6 +28,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -254,12 +256,12 @@ class Device(TorchDispatchMode):
             self.random.shuffle(self.order)
         return any(stream.turn() for stream in self.order)
 
-    def run_until(self, event: Event | None, ended: Callable[[], bool] = lambda: False) -> None:
-        """Runs the queues until an event comes, or until something has ended."""
+    def run_until(self, event: Event) -> None:
+        """Runs the queues until an event comes."""
         with self.lock, torch._C._DisableTorchDispatch(), torch.no_grad():
-            while not (ended() if event is None else event.reached):
+            while not event.reached:
                 if not self.turn():
-                    if event is not None and not Work.under_way:
+                    if not Work.under_way:
                         heads = "; ".join(stream.queue[0][1] for stream in self.order if stream.queue)
                         raise LateError(f"streams wait for one another: {heads}")
                     time.sleep(1e-4)
@@ -350,7 +352,7 @@ class Device(TorchDispatchMode):
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation whose result the host has to know."""
-        args = mapped(lambda value: twin(value) if isinstance(value, Late) else value, args)
+        args = mapped(_as_given, args)
         self.current.synchronize()
         out = func(*args, **kwargs)
         return out.to(self.where) if isinstance(out, Tensor) else out
@@ -424,6 +426,11 @@ class Device(TorchDispatchMode):
         return out
 
 
+def _as_given(value: Any) -> Any:
+    """An argument, or its values on the CPU where it is a tensor of the device."""
+    return twin(value) if isinstance(value, Late) else value
+
+
 def _value(value: Any) -> Any:
     """An argument of an operation, as it is given to the CPU's."""
     if isinstance(value, Late):
@@ -458,77 +465,61 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
 
 
 class Work:
-    """A collective: of the device, which the current stream waits for; or of the host, while the device gets on."""
+    """A collective that was queued. kept: what it reads and writes."""
 
     under_way = 0  # collectives that run now
 
-    def __init__(self, owner: Device, event: Event | None, kept: Any, ended: Callable[[], bool]) -> None:
-        self.owner, self.event, self.kept, self.ended = owner, event, kept, ended
+    def __init__(self, event: Event, kept: Any) -> None:
+        self.event, self.kept = event, kept
 
     def wait(self) -> None:
-        """Waits; what was sent or received may be freed from here on."""
-        if self.event is None:
-            self.owner.run_until(None, self.ended)
-        else:
-            self.owner.current.wait_event(self.event)
+        """Makes the current stream wait; the host too, if the tensors are the host's. They may be freed then."""
+        self.event.stream.owner.current.wait_event(self.event)
+        if not any(isinstance(t, Late) for t in tensors_in(*self.kept)):
+            self.event.synchronize()
         self.kept = None
 
 
 class Communication:
-    """`torch.distributed`, for tensors of the device too."""
+    """`torch.distributed`, whose collectives run when the stream of their group comes to them."""
 
     def __init__(self, owner: Device) -> None:
-        self.owner = owner
+        self.owner, self.threads = owner, ThreadPoolExecutor(32)
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("send", "recv", "isend", "irecv"):
+            begin = getattr(dist, "i" + name.removeprefix("i"))
+            return functools.partial(self.late, begin, async_op=name.startswith("i"))
         function = getattr(dist, name)
-        pair = name in ("isend", "irecv")
-        if not pair and name not in ("all_to_all_single", "all_reduce", "broadcast", "barrier"):
-            return function
-        return self.of(function, pair)
+        collective = name in ("all_to_all_single", "all_reduce", "broadcast", "barrier")
+        return functools.partial(self.late, functools.partial(function, async_op=True)) if collective else function
 
-    def of(self, function: Callable[..., Any], pair: bool = False) -> Callable[..., Any]:
-        """A collective that runs when its stream comes to it. pair: of two ranks, and always asynchronous."""
-
-        def call(*args: Any, group: Any = None, async_op: bool = False, **keywords: Any) -> Work | None:
-            flags = {} if pair else {"async_op": True}
-
-            def begin() -> threading.Thread:
-                work = function(*on_cpu, group=group, **keywords, **flags)
-                waiting = threading.Thread(target=work.wait, daemon=True)
-                waiting.start()
-                return waiting
-
-            on_cpu = mapped(lambda value: twin(value) if isinstance(value, Late) else value, args)
-            if not any(isinstance(t, Late) for t in tensors_in(*args)):
-                waiting = begin()
-                work = Work(self.owner, None, None, lambda: not waiting.is_alive())
-            else:
-                work = self._queue(group, begin, args, function.__name__)
-            if async_op or pair:
-                return work
-            work.wait()
-            return None
-
-        return call
-
-    def _queue(self, group: Any, begin: Callable[[], threading.Thread], args: Any, name: str) -> Work:
-        stream, running = self.owner.stream("collectives", id(group)), list[threading.Thread]()
+    def late(
+        self, begin: Callable[..., dist.Work], *args: Any, group: Any = None, async_op: bool = False, **keywords: Any
+    ) -> Work | None:
+        """Queues a collective."""
+        given, stream = mapped(_as_given, args), self.owner.stream("collectives", group or dist.group.WORLD)
+        running: list[Future[Any]] = []
 
         def start() -> None:
-            running.append(begin())
+            running.append(self.threads.submit(begin(*given, group=group, **keywords).wait))
             Work.under_way += 1
 
         def end() -> bool:
-            if running[0].is_alive():
+            if not running[0].done():
                 return False
             Work.under_way -= 1
+            running[0].result()
             return True
 
         stream.wait_stream(self.owner.current)
-        stream.add(start, name)
-        stream.add(end, f"the end of {name}")
-        return Work(self.owner, stream.record_event(), args, lambda: False)
+        stream.add(start, "a collective")
+        stream.add(end, "the end of a collective")
+        work = Work(stream.record_event(), args)
+        if async_op:
+            return work
+        work.wait()
+        return None
 
 
 # --------------------------------------------------------------------------------------------------------------- doors
@@ -585,7 +576,7 @@ def late(seed: int = 0) -> Iterator[Device]:
         (door.synchronize, lambda *_: device.drain()),
         (door.page_lock, device.locked.__setitem__),
         (door.page_unlock, lambda address: device.locked.pop(address, None)),
-        (collectives._all_gather_single, talk.of(collectives._all_gather_single)),
+        (collectives._all_gather_single, functools.partial(talk.late, functools.partial(collectives._all_gather_single, async_op=True))),
     ]
     attention.rotary_table.cache_clear()  # of another device with this name
     with (
