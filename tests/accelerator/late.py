@@ -512,7 +512,7 @@ class Communication:
             running[0].result()
             return True
 
-        stream.wait_stream(self.owner.current)
+        stream.wait_event(self.owner.current.record_event())
         stream.add(start, "a collective")
         stream.add(end, "the end of a collective")
         work = Work(stream.record_event(), args)

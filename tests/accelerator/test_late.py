@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tests import configs
-from tests.accelerator.late import Event, LateError, Stream, late
+from tests.accelerator.late import Event, Late, LateError, Stream, Work, late
 from tests.configs import Case
-from threed import batches
+from threed import batches, collectives
 from threed import device as door
 from threed.config import Config
 from threed.data.prefetch import Prefetcher
@@ -23,7 +23,7 @@ from threed.metrics import DataError
 from threed.ops import adam, matmul
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.activation_checkpointing import ActivationStore, SavedInput
-from threed.testing import Results, results_of
+from threed.testing import RanksFailed, Results, results_of, run_ranks
 from threed.zero import gather
 from threed.zero.optimizer import Optimizer
 
@@ -169,6 +169,18 @@ def batches_share_a_page_locked_buffer(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(batches, "start_copy_in", start_copy_in)
 
 
+def collectives_are_not_waited_for(plant: pytest.MonkeyPatch) -> None:
+    there = Work.wait
+    plant.setattr(Work, "wait", lambda self: None if isinstance(self.kept[0], Late) else there(self))
+
+
+def what_is_sent_is_not_kept(plant: pytest.MonkeyPatch) -> None:
+    there = Work.__init__
+    plant.setattr(Work, "__init__", lambda self, event, kept: there(self, event, ()))
+    send = collectives.send
+    plant.setattr(collectives, "send", lambda *given: collectives.Pending(lambda: torch.empty(0), *send(*given)._works))
+
+
 Plant = Callable[[pytest.MonkeyPatch], None]
 FAULTS: list[tuple[Plant, Case]] = [
     (parameters_are_not_waited_for, Case(**OFFLOADED)),
@@ -176,12 +188,19 @@ FAULTS: list[tuple[Plant, Case]] = [
     (copies_do_not_wait_for_layers, Case(recompute="cpu")),
     (the_host_does_not_wait_for_gradients, Case(**OFFLOADED)),
     (the_host_does_not_wait_for_gradients, Case(zero=1, offload_optimizer="cpu")),
-    (the_host_updates_what_is_being_read, Case(**OFFLOADED)),
     (a_drives_buffer_is_reused_too_soon, Case(**DRIVE)),
     (recompute_does_not_wait, Case(recompute="cpu")),
     (a_saved_input_is_freed_too_soon, Case(recompute="cpu")),
     (a_drive_writes_too_soon, Case(recompute="nvme")),
     (batches_share_a_page_locked_buffer, Case()),
+]
+FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
+    (collectives_are_not_waited_for, Case(dp=2, zero=3, bucket_mib=0.03)),
+    (collectives_are_not_waited_for, Case(pp=2)),
+    (collectives_are_not_waited_for, Case(tp=2)),
+    (what_is_sent_is_not_kept, Case(pp=2, microbatches=4)),
+    (copies_do_not_wait_for_layers, Case(dp=2, **OFFLOADED)),
+    (the_host_does_not_wait_for_gradients, Case(dp=2, zero=2, offload_optimizer="cpu", bucket_mib=0.03)),
 ]
 
 
@@ -202,3 +221,39 @@ def test_a_planted_fault_is_found(plant: Plant, case: Case) -> None:
         want = train(config)
         assert not found(config, want, 0)
         assert any(found(config, want, seed, plant) for seed in range(3))
+
+
+# --------------------------------------------------------------------------------------------------------------- ranks
+
+OF_RANKS = {
+    "ZeRO 3": Case(dp=2, zero=3, bucket_mib=0.03, prefetch=2),
+    "everything on the host": Case(dp=2, **OFFLOADED, recompute="cpu"),
+    "1F1B": Case(pp=2, microbatches=4, recompute="cpu"),
+    "parts of inputs, gathered": Case(tp=2, recompute="sliced"),
+}
+
+
+def nothing(plant: pytest.MonkeyPatch) -> None:
+    """Plants no fault."""
+
+
+def same_on_ranks(config: Config, seeds: range, plant: Plant = nothing) -> None:
+    """The same training, by the ranks of this world."""
+    with same_kernels(config):
+        want = train(config)
+        for seed in seeds:
+            with late(seed), pytest.MonkeyPatch.context() as there:
+                plant(there)
+                assert differences(train(config), want) == [], f"seed {seed}"
+
+
+@pytest.mark.parametrize("name", OF_RANKS)
+def test_training_is_the_same_on_two_ranks(name: str) -> None:
+    run_ranks(2, same_on_ranks, config_of(OF_RANKS[name]), range(1))
+
+
+@pytest.mark.parametrize(("plant", "case"), FAULTS_OF_RANKS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_planted_fault_of_ranks_is_found(plant: Plant, case: Case) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, same_on_ranks, config_of(case), range(2), plant, timeout=60)
+    assert failed.value.failures
