@@ -49,6 +49,7 @@ from tests.accelerator.watching import COPIES, NAME, READS, tensors_in
 from threed import collectives
 from threed import device as door
 from threed.layers import attention
+from threed.memory import pool
 from threed.topology import Topology
 
 aten, prim = torch.ops.aten, torch.ops.prim
@@ -175,7 +176,7 @@ class Late(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, elem: Tensor) -> Late:  # noqa: D102
+    def __new__(cls, elem: Tensor) -> Late:
         return Tensor._make_subclass(cls, elem, False, dispatch_device=True, device_for_backend_keys=pretend.device())
 
     @classmethod
@@ -215,6 +216,13 @@ def twin(tensor: Late) -> Tensor:
     return block.bytes.view(tensor.dtype).as_strided(shape, strides, tensor.storage_offset())
 
 
+def no_values(tensor: Tensor) -> Tensor:
+    """Fills a tensor with what nobody wrote: NaN, or -1."""
+    if tensor.numel():
+        tensor.view(torch.uint8).fill_(255)
+    return tensor
+
+
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """The same lists, tuples and dicts, with other things in them."""
     if isinstance(value, list | tuple):
@@ -236,7 +244,6 @@ class Device(TorchDispatchMode):
         self.order: list[Stream] = []
         self.current = Stream(self)
         self.streams: dict[Any, Stream] = {}
-        self.locked: dict[int, int] = {}  # page-locked memory: address -> bytes
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -288,7 +295,7 @@ class Device(TorchDispatchMode):
         fitting = (n for n in reversed(range(len(stream.free))) if need <= len(stream.free[n].bytes) <= 16 * need)
         at = next(fitting, None)
         block = Block(need, stream) if at is None else stream.free.pop(at)
-        stream.add(lambda: block.bytes.fill_(255), "a first use of memory")
+        stream.add(lambda: no_values(block.bytes), "a first use of memory")
         storage.block, block.release = block, weakref.finalize(storage, block.free)
         block.release.atexit = False
 
@@ -313,9 +320,7 @@ class Device(TorchDispatchMode):
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether a tensor of the host is page-locked."""
-        first = tensor.data_ptr()
-        pinned = getattr(tensor.untyped_storage(), "pinned", False)
-        return pinned or any(at <= first < at + nbytes for at, nbytes in self.locked.items())
+        return getattr(tensor.untyped_storage(), "pinned", False)
 
     # ----------------------------------------------------------------------------------------------------- operations
 
@@ -346,8 +351,8 @@ class Device(TorchDispatchMode):
         out = func(*args, **kwargs)
         if pinned:
             self.pin(out)
-            if name.startswith(("empty", "new_empty")) and out.numel():
-                out.view(torch.uint8).fill_(255)
+            if name.startswith(("empty", "new_empty")):
+                no_values(out)
         return out
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -373,7 +378,7 @@ class Device(TorchDispatchMode):
             if isinstance(source, Late):
                 out = torch.empty_like(twin(source), dtype=dtype)
                 if late:  # as on CUDA
-                    self.pin(out)
+                    self.pin(no_values(out))
             else:
                 out = self._like(torch.empty_like(source, dtype=dtype, device="meta"))
         self._copy(out, source, late)
@@ -568,15 +573,23 @@ def late(seed: int = 0) -> Iterator[Device]:
     def topology_of(pp: int, tp: int) -> Topology:
         return Topology(pp=pp, tp=tp, device=device.where)
 
+    original = pool.host_buffer
+
+    def host_buffer(nbytes: int) -> Tensor:
+        with patch.object(door, "count", lambda: 0):  # no CUDA locks it
+            return device.pin(original(nbytes))
+
     answers: Iterable[tuple[Callable[..., Any], Callable[..., Any]]] = [
         (door.count, lambda: 1),
         (door.current_stream, lambda *_: device.current),
         (door.copy_stream, lambda _, direction: device.stream("copies", direction)),
         (door.mark, lambda _: device.current.record_event()),
         (door.synchronize, lambda *_: device.drain()),
-        (door.page_lock, device.locked.__setitem__),
-        (door.page_unlock, lambda address: device.locked.pop(address, None)),
-        (collectives._all_gather_single, functools.partial(talk.late, functools.partial(collectives._all_gather_single, async_op=True))),
+        (pool.host_buffer, host_buffer),
+        (
+            collectives._all_gather_single,
+            functools.partial(talk.late, functools.partial(collectives._all_gather_single, async_op=True)),
+        ),
     ]
     attention.rotary_table.cache_clear()  # of another device with this name
     with (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,8 +14,10 @@ import torch
 from torch import Tensor
 
 from tests import configs
-from tests.accelerator.late import Event, Late, LateError, Stream, Work, late
+from tests import test_equivalence as equivalence
+from tests.accelerator.late import Device, Event, Late, LateError, Stream, Work, late
 from tests.configs import Case
+from tests.covering import Space, Values
 from threed import batches, collectives
 from threed import device as door
 from threed.config import Config
@@ -22,12 +26,10 @@ from threed.memory import tiers
 from threed.metrics import DataError
 from threed.ops import adam, matmul
 from threed.pipeline import activation_checkpointing
-from threed.pipeline.activation_checkpointing import ActivationStore, SavedInput
+from threed.pipeline.activation_checkpointing import ActivationStore
 from threed.testing import RanksFailed, Results, results_of, run_ranks
 from threed.zero import gather
 from threed.zero.optimizer import Optimizer
-
-STEPS = 3
 
 
 def config_of(case: Case, **zero: Any) -> Config:
@@ -40,7 +42,7 @@ def train(config: Config) -> Results:
     """A few steps, on batches that a thread makes ahead."""
     engine, rows = configs.engine_of(config), config.train.global_batch
     with Prefetcher(lambda step: configs.share(configs.batch(step, rows), engine.topology), 0) as ahead:
-        metrics = [engine.step(ahead.get(step)) for step in range(STEPS)]
+        metrics = [engine.step(ahead.get(step)) for step in range(configs.STEPS)]
     return results_of(engine, metrics)
 
 
@@ -135,10 +137,6 @@ def copies_do_not_wait_for_layers(plant: pytest.MonkeyPatch) -> None:
 def the_host_does_not_wait_for_gradients(plant: pytest.MonkeyPatch) -> None:
     there = tiers.copy_stream
     plant.setattr(tiers, "copy_stream", lambda *where: Unordered(there(*where), events=True))
-
-
-def the_host_updates_what_is_being_read(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Optimizer, "let_device_read", lambda self: None)
 
 
 def a_drives_buffer_is_reused_too_soon(plant: pytest.MonkeyPatch) -> None:
@@ -257,3 +255,144 @@ def test_a_planted_fault_of_ranks_is_found(plant: Plant, case: Case) -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, same_on_ranks, config_of(case), range(2), plant, timeout=60)
     assert failed.value.failures
+
+
+def evaluate_and_load(config: Config, folder: Path) -> float:
+    """The loss of weights that are overwritten as soon as it is under way."""
+    engine, rows = configs.engine_of(config), config.train.global_batch
+    engine.save(folder)
+    engine.step(configs.batch(0, rows))
+    loss = engine.evaluate(configs.batch(1, rows))
+    engine.load(folder)
+    return float(loss)
+
+
+def test_the_host_waits_before_it_changes_what_the_device_reads(tmp_path: Path) -> None:
+    config = config_of(Case(**OFFLOADED))
+    want = evaluate_and_load(config, tmp_path / "plain")
+    with late():
+        assert evaluate_and_load(config, tmp_path / "late") == want
+    with late(), patch.object(Optimizer, "let_device_read", lambda self: None):
+        assert evaluate_and_load(config, tmp_path / "planted") != want
+
+
+# ---------------------------------------------------------------------------------------------------- the device itself
+
+
+def on_two_streams(device: Device, waits: bool) -> float:
+    """4.0, if the streams wait for each other."""
+    x, side = torch.full((8,), 1.0, device=device.where), device.stream("side")
+    if waits:
+        side.wait_stream(device.current)
+    main, device.current = device.current, side
+    y = x + 1
+    device.current = main
+    if waits:
+        main.wait_stream(side)
+    return float((y * 2)[3])
+
+
+def test_streams_run_in_many_orders() -> None:
+    results = {waits: [] for waits in (False, True)}
+    for seed in range(20):
+        for waits, found in results.items():
+            with late(seed) as device:
+                found.append(on_two_streams(device, waits))
+    assert results[True] == [4.0] * 20
+    assert 4.0 in results[False]
+    assert any(math.isnan(value) for value in results[False])
+
+
+def copied_and_freed(device: Device) -> Tensor:
+    """A copy of fours on the host, whose source is freed, and its memory used again, before the copy was made."""
+    pending = tiers.start_copy(torch.full((64,), 2.0, device=device.where) * 2, torch.device("cpu"))
+    torch.full((64,), 5.0, device=device.where)
+    device.current.synchronize()
+    return pending.wait()
+
+
+def test_memory_is_reused_at_once_unless_a_stream_is_recorded() -> None:
+    wrong = 0
+    for seed in range(8):
+        with late(seed) as device:
+            assert torch.equal(copied_and_freed(device), torch.full((64,), 4.0))
+        with late(seed) as device, patch.object(Late, "record_stream", lambda self, stream: None):
+            wrong += not torch.equal(copied_and_freed(device), torch.full((64,), 4.0))
+    assert wrong
+
+
+def test_memory_has_no_values_until_something_writes_them() -> None:
+    with late() as device:
+        assert torch.empty(4, device=device.where).isnan().all()
+        assert torch.empty(2, dtype=torch.int64, device=device.where).tolist() == [-1, -1]
+        assert torch.empty(3, pin_memory=True).isnan().all()
+
+
+def test_copies_are_as_late_as_on_cuda() -> None:
+    with late() as device:
+        pinned, paged = torch.ones(3).pin_memory(), torch.ones(3)
+        late_copy, at_once = (x.to(device.where, non_blocking=True) for x in (pinned, paged))
+        out = late_copy.to("cpu", non_blocking=True)
+        waited = (late_copy + 0).cpu()
+        pinned.fill_(2)
+        paged.fill_(2)
+        assert out.is_pinned()
+        assert (late_copy.tolist(), at_once.tolist(), waited.tolist()) == ([1] * 3, [1] * 3, [1] * 3)
+        again = pinned.to(device.where, non_blocking=True)
+        pinned.fill_(3)
+        assert again.tolist() == [3] * 3
+        unread = again.to("cpu", non_blocking=True)
+        assert unread.isnan().all()
+        door.synchronize()
+        assert unread.tolist() == [3] * 3
+
+
+def test_what_a_device_would_hang_or_crash_on_is_named() -> None:
+    with late() as device, pytest.raises(LateError, match="of the host"):
+        torch.ones(3, device=device.where) + torch.ones(3)
+    with late() as device:
+        x = torch.ones(3, device=device.where)
+        x.untyped_storage().resize_(0)
+        with pytest.raises(LateError, match="memory that was freed"):
+            x + 1
+        never = device.stream("side").record_event()
+        never.position += 1
+        device.current.wait_event(never)
+        with pytest.raises(LateError, match="streams wait for one another: wait of"):
+            door.synchronize()
+        device.streams.clear()
+        device.order.clear()
+
+
+# ---------------------------------------------------------------------------------------------------------------- grid
+
+
+SETTINGS: dict[str, list[object]] = equivalence.SETTINGS | {
+    "pp": [1, 2],
+    "dp": [1, 2],
+    "tp": [1, 2],
+    "schedule": ["1f1b", "vee"],
+    "microbatches": [1, 2],
+    "dtype": ["fp64", "bf16"],
+    "shard": ["all"],
+    "pad": [0],
+}
+
+
+def make(values: Values) -> Case | None:
+    """A case of the equivalence tests that two ranks can run."""
+    case = equivalence.make(values)
+    return case if case is not None and case.world <= 2 else None
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("seed", range(4))
+def test_so_is_it_in_a_covering_set(seed: int) -> None:
+    for case in Space(SETTINGS, make, cost=lambda case: case.microbatches).covering(seed):
+        run_ranks(case.world, same_on_ranks, config_of(case), range(seed, seed + 2))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", CASES)
+def test_so_is_it_in_many_orders(name: str) -> None:
+    check(config_of(CASES[name]), range(1, 21))
