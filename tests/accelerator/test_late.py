@@ -15,7 +15,9 @@ from torch import Tensor
 
 from tests import configs
 from tests import test_equivalence as equivalence
-from tests.accelerator.late import Device, Event, Late, LateError, Stream, Work, late
+from tests.accelerator.late import Device, Late, late
+from tests.accelerator.late_collectives import Work
+from tests.accelerator.late_streams import Event, LateError, Stream
 from tests.configs import Case
 from tests.covering import Space, Values
 from threed import batches, collectives
@@ -281,12 +283,12 @@ def test_the_host_waits_before_it_changes_what_the_device_reads(tmp_path: Path) 
 
 def on_two_streams(device: Device, waits: bool) -> float:
     """4.0, if the streams wait for each other."""
-    x, side = torch.full((8,), 1.0, device=device.where), device.stream("side")
+    x, side = torch.full((8,), 1.0, device=device.where), device.streams.named("side")
+    main = device.streams.current
     if waits:
-        side.wait_stream(device.current)
-    main, device.current = device.current, side
-    y = x + 1
-    device.current = main
+        side.wait_stream(main)
+    with device.on(side):
+        y = x + 1
     if waits:
         main.wait_stream(side)
     return float((y * 2)[3])
@@ -307,7 +309,7 @@ def copied_and_freed(device: Device) -> Tensor:
     """A copy of fours on the host, whose source is freed, and its memory used again, before the copy was made."""
     pending = tiers.start_copy(torch.full((64,), 2.0, device=device.where) * 2, torch.device("cpu"))
     torch.full((64,), 5.0, device=device.where)
-    device.current.synchronize()
+    device.streams.current.synchronize()
     return pending.wait()
 
 
@@ -355,13 +357,12 @@ def test_what_a_device_would_hang_or_crash_on_is_named() -> None:
         x.untyped_storage().resize_(0)
         with pytest.raises(LateError, match="memory that was freed"):
             x + 1
-        never = device.stream("side").record_event()
+        never = device.streams.named("side").record_event()
         never.position += 1
-        device.current.wait_event(never)
-        with pytest.raises(LateError, match="streams wait for one another: wait of"):
+        device.streams.current.wait_event(never)
+        with pytest.raises(LateError, match="streams wait for one another: a wait of"):
             door.synchronize()
-        device.streams.clear()
-        device.order.clear()
+        device.streams.order.clear()
 
 
 # ---------------------------------------------------------------------------------------------------------------- grid
