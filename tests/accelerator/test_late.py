@@ -26,6 +26,7 @@ from tests.accelerator.late_collectives import Work
 from tests.accelerator.late_streams import LateError
 from tests.configs import Case
 from tests.covering import Space, Values
+from tests.harness import run_ranks
 from threed import batches
 from threed import device as door
 from threed.config import Config
@@ -34,9 +35,15 @@ from threed.engine import Engine
 from threed.memory import tiers
 from threed.metrics import DataError
 from threed.ops import adam, matmul
-from threed.testing import RanksFailed, Results, results_of, run_ranks
+from threed.testing import RanksFailed, Results, results_of
 from threed.topology import Topology
 from threed.zero.optimizer import Optimizer
+
+
+@pytest.fixture(autouse=True)
+def device() -> torch.device:
+    """The device; skips a test where this torch lets nobody make one."""
+    return pretend.device()
 
 
 def config_of(case: Case, **zero: Any) -> Config:
@@ -287,6 +294,12 @@ def test_training_is_the_same_on_two_ranks(name: str) -> None:
     run_ranks(2, same_on_ranks, config_of(OF_RANKS[name]), range(1))
 
 
+def test_so_it_is_with_parts_of_inputs_on_the_host() -> None:
+    config = config_of(Case(tp=2, recompute="sliced"))
+    away = config.recompute.model_copy(update={"offload": "cpu"})
+    run_ranks(2, same_on_ranks, config.model_copy(update={"recompute": away}), range(2))
+
+
 @pytest.mark.parametrize(("plant", "case"), FAULTS_OF_RANKS, ids=named)
 def test_a_planted_fault_of_ranks_is_found(plant: Plant, case: Case) -> None:
     with pytest.raises(RanksFailed) as failed:
@@ -423,12 +436,12 @@ def make(values: Values) -> Case | None:
 
 @pytest.mark.grid
 @pytest.mark.parametrize("seed", range(4))
-def test_so_is_it_in_a_covering_set(seed: int) -> None:
+def test_so_it_is_in_a_covering_set(seed: int) -> None:
     for case in Space(SETTINGS, make, cost=lambda case: case.microbatches).covering(seed):
         run_ranks(case.world, same_on_ranks, config_of(case), range(seed, seed + 2))
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("name", CASES)
-def test_so_is_it_in_many_orders(name: str) -> None:
+def test_so_it_is_in_many_orders(name: str) -> None:
     check(config_of(CASES[name]), range(1, 21))
