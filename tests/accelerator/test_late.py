@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tests import configs
 from tests import test_equivalence as equivalence
 from tests.accelerator import pretend
-from tests.accelerator.late import Device, Late, late
+from tests.accelerator.late import Device, Late, late, where
 from tests.accelerator.late_collectives import Work
 from tests.accelerator.late_streams import LateError
 from tests.configs import Case
@@ -42,8 +42,8 @@ from threed.zero.optimizer import Optimizer
 
 @pytest.fixture(autouse=True)
 def device() -> torch.device:
-    """The device; skips a test where this torch lets nobody make one."""
-    return pretend.device()
+    """The device; skips a test, also of other processes, where this torch lets nobody make one."""
+    return where()
 
 
 def config_of(case: Case, **zero: Any) -> Config:
