@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # The files that take longest, longest first: they begin first, so that two workers end together; all are slow.
 LONGEST = (
     "test_equivalence", "test_footprint", "test_zero_memory", "test_pretrain", "test_bytes", "test_pretend",
-    "test_recompute_memory",
+    "test_recompute_memory", "test_late",
     "test_zero_wrapped", "test_executor", "test_chunks", "test_zero_offload", "test_users_models", "test_wheel",
     "test_zero_layout", "test_zero_offload_wrapped", "test_recompute", "test_step", "test_forecast",
     "test_checkpoint_resume", "test_zero_optimizers", "test_wrapped_models", "test_verify", "test_precision",

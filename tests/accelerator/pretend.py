@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -65,6 +65,17 @@ def device() -> torch.device:
 
 
 _pretending = False  # else there is no such device: other tests in this process would be run on it
+
+
+@contextmanager
+def there() -> Iterator[None]:
+    """Has torch find the device."""
+    global _pretending
+    _pretending = True
+    try:
+        yield
+    finally:
+        _pretending = False
 
 
 # --------------------------------------------------------------------------------------------------------------- doors
@@ -145,9 +156,15 @@ def _doors(watch: Watching) -> Iterator[None]:
         (launch.available, lambda x: x.device.type == NAME),  # the kernels of csrc/cuda, as shapes
         (model_check.check, lambda *_: None),  # compares the tensor ranks' shares, and they all say what this one says
     ]
+    form = patch.object(Form, "to_bytes", lambda form: torch.empty(64, dtype=torch.uint8))
+    with numbers_begin_on_the_host(), form, replaced(answers):
+        yield
+
+
+@contextmanager
+def replaced(answers: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]) -> Iterator[None]:
+    """Puts other functions in the place of some, wherever threed has them."""
     with ExitStack() as stack:
-        stack.enter_context(_numbers_begin_on_the_host())
-        stack.enter_context(patch.object(Form, "to_bytes", lambda form: torch.empty(64, dtype=torch.uint8)))
         for was, now in answers:
             for module in [m for name, m in sys.modules.items() if name.split(".")[0] == "threed"]:
                 for attribute in [key for key, value in vars(module).items() if value is was]:
@@ -202,7 +219,7 @@ class Pretend(Watching):
 
 
 @contextmanager
-def _numbers_begin_on_the_host() -> Iterator[None]:
+def numbers_begin_on_the_host() -> Iterator[None]:
     """Makes `torch.tensor(number, device=...)` begin on the host, as on any device, so that its copy is seen."""
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
@@ -221,14 +238,12 @@ def pretending(rank: int = 0, world: int = 1) -> Iterator[Pretend]:
     where = device()
     if not _FAKE:
         _FAKE.append(FakeTensorMode())
-    global _pretending
-    watch, hook, _pretending = Pretend(where), sys.excepthook, True
+    watch, hook = Pretend(where), sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
-        with torch.autograd.set_multithreading_enabled(False), _FAKE[0], watch, AsOnCuda(watch), _doors(watch):
+        with there(), torch.autograd.set_multithreading_enabled(False), _FAKE[0], watch, AsOnCuda(watch), _doors(watch):
             yield watch
     finally:
-        _pretending = False
         dist.destroy_process_group()
         sys.excepthook = hook  # each process group wraps another around it
 
