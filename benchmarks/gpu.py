@@ -107,8 +107,9 @@ def run(stage: Planned, folder: Path, flags: Sequence[str], limit: float) -> str
     token, log = uuid.uuid4().hex, folder / f"{stage.name}.log"
     folder.mkdir(parents=True, exist_ok=True)
     began, before = time.monotonic(), _changed(folder, stage)
+    interrupt: KeyboardInterrupt | None = None
     with log.open("w") as file:
-        # A process group of its own: Ctrl-C comes here alone, and what is left of the stage is ended below.
+        # A session of its own: Ctrl-C comes here alone, and what is left of the stage is ended below.
         process = subprocess.Popen(
             [*stage.command, "--out", str(folder), "--seconds", f"{max(limit - 10, limit / 2):.0f}", *flags], cwd=ROOT,
             stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
@@ -119,14 +120,16 @@ def run(stage: Planned, folder: Path, flags: Sequence[str], limit: float) -> str
             status, message = (record.DONE, "") if code == 0 else (record.CRASHED, _reason(code, log))
         except subprocess.TimeoutExpired:
             status, message = record.OUT_OF_TIME, f"ended after {limit:.0f} seconds"
-        except BaseException:  # Ctrl-C: end the stage, then this
-            _end(stage, folder, record.INTERRUPTED, "interrupted", time.monotonic() - began, before, "--small" in flags)
-            raise
+        except KeyboardInterrupt as error:
+            status, message, interrupt = record.INTERRUPTED, "interrupted", error
         finally:
             kill(token)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(PATIENCE)
-    return _end(stage, folder, status, message, time.monotonic() - began, before, "--small" in flags)
+    status = _end(stage, folder, status, message, time.monotonic() - began, before, "--small" in flags)
+    if interrupt is not None:
+        raise interrupt
+    return status
 
 
 def _python_path() -> str:
@@ -197,7 +200,8 @@ def conduct(args: argparse.Namespace, stages: Sequence[Planned] = STAGES) -> int
     """Runs the stages that are asked for and not finished; the exit code."""
     again = _again(args, stages)
     wanted = [stage for stage in stages if stage in again or stage in chosen(args.only, stages)]
-    _check_folder(args.out, args.small, stages)
+    if any(stage.name != "table" for stage in wanted):
+        _check_folder(args.out, args.small, stages)
     end, failed = time.monotonic() + 60 * args.minutes, []
     for stage in wanted:
         if stage not in again and finished(args.out, stage):
@@ -312,4 +316,5 @@ def _has_gpu() -> bool:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the stage that runs, too
     sys.exit(main())

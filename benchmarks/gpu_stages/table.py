@@ -19,7 +19,7 @@ Found = Mapping[str, Any]
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """A table; "not measured" where it has no row."""
-    lines = [list(row) for row in rows] or [[NOT_MEASURED] + ["–"] * (len(head) - 1)]
+    lines = [[one_line(cell) for cell in row] for row in rows] or [[NOT_MEASURED] + ["–"] * (len(head) - 1)]
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines)]
 
 
@@ -43,7 +43,7 @@ def at(found: Any, *names: str) -> Any:
 def spread(found: Found, form: str = ".4g") -> str:
     """A median and its quartiles, in milliseconds."""
     if "median_ms" not in found:
-        return str(found.get("wrong") or found.get("note") or NOT_MEASURED).split("\n")[0][:80]
+        return str(found.get("wrong") or found.get("note") or NOT_MEASURED)
     return f"{found['median_ms']:{form}} ({found['low_ms']:{form}}–{found['high_ms']:{form}})"
 
 
@@ -62,18 +62,19 @@ def of_stages(folder: Path) -> list[str]:
             rows.append([stage, NOT_MEASURED, "–", "–", "–", "–"])
             continue
         texts = [str(found.get(key, "–")) for key in ("status", "seconds", "device", "commit")]
-        rows.append([stage, *texts, one_line(found.get("message", ""))])
+        rows.append([stage, *texts, str(found.get("message", ""))])
     return table(["stage", "status", "seconds", "device", "commit", "message"], rows)
 
 
 def one_line(text: str) -> str:
+    """A text as it may stand in a cell."""
     return text.replace("|", "/").replace("\n", " ")[:160] or "–"
 
 
 def of_build(found: Found) -> list[str]:
     rows: list[list[str]] = []
     for group in ("versions", "gpu", "state"):
-        rows += [[key, one_line(str(value))] for key, value in (at(found, group) or {}).items()]
+        rows += [[key, str(value)] for key, value in (at(found, group) or {}).items()]
     rows += [
         [f"compilation of csrc/{name}, s", number(at(found, f"build_{name}", "seconds"))] for name in ("cpu", "cuda")
     ]
@@ -83,7 +84,7 @@ def of_build(found: Found) -> list[str]:
 def of_tests(found: Found) -> list[str]:
     counts = found.get("counts") or {}
     rows = [[way, str(counts[way])] for way in counts]
-    rows += [["failure", one_line(text)] for text in found.get("failures", ())]
+    rows += [["failure", text] for text in found.get("failures", ())]
     rows += [["collected, not run", str(found["collected"])]] if "collected" in found else []
     return table(["pytest -m gpu", "tests"], rows)
 
@@ -133,7 +134,7 @@ def of_step(found: Found) -> list[str]:
     for name, one in sides.items():
         note = one.get("wrong") or one.get("note")
         rows.append([
-            name if not note else f"{name}: {one_line(note)}", number(at(one, "step_s"), ".3f"),
+            name if not note else f"{name}: {note}", number(at(one, "step_s"), ".3f"),
             number(at(one, "tokens_per_s"), ",.0f"), percent(at(one, "mfu")), number(at(one, "peak_gib"), ".1f"),
             number(at(one, "ours_times_as_fast"), ".3f"), number(_last(one), ".4f"),
         ])  # fmt: skip
@@ -151,9 +152,7 @@ def of_step(found: Found) -> list[str]:
         ["gaps of more than 10 µs in two steps", number(profile.get("long_gaps"), "d")],
         ["kernels in two steps", number(profile.get("kernels"), "d")],
     ]
-    longest = [
-        [f"`{one_line(name)}`", number(ms, ".2f")] for name, ms in (profile.get("longest_ms_a_step") or {}).items()
-    ]
+    longest = [[f"`{name}`", number(ms, ".2f")] for name, ms in (profile.get("longest_ms_a_step") or {}).items()]
     return [
         *table(head, rows if found else []), "", targets, "", *table(["without", "s a step", "longer by"], without), "",
         *table(["the GPU's time", "value"], idle), "", *table(["longest kernels", "ms a step"], longest[:10]),
@@ -174,7 +173,7 @@ def of_largest(found: Found) -> list[str]:
             number(at(best, "parameters"), ","), number(at(best, "layers"), "d"),
             number(at(best, "tokens_per_s"), ",.0f"), number(at(best, "tflops"), ".1f"),
             number(at(best, "peak_gib"), ".1f"),
-            one_line(f"{after.get('layers', '')} layers: {after['failed']}" if "failed" in after else "–"),
+            f"{after.get('layers', '')} layers: {after['failed']}" if "failed" in after else "–",
         ])  # fmt: skip
     return table(["states", "parameters", "layers", "tokens/s", "TFLOP/s", "peak GiB", "the next one"], rows)
 
