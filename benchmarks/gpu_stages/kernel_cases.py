@@ -93,7 +93,7 @@ def gradient_of(function: Callable[..., Any], gradients: int) -> Callable[[Compi
     return made
 
 
-def _tuple(results: Any) -> Results:
+def _tuple(results: Any) -> Any:
     return results if isinstance(results, tuple) else (results,)
 
 
@@ -101,7 +101,7 @@ def liger(name: str) -> Callable[..., Any]:
     """A function of Liger's; ImportError where it is not installed."""
     from liger_kernel.transformers import functional  # type: ignore[import-not-found]
 
-    return getattr(functional, name)  # type: ignore[no-any-return]
+    return getattr(functional, name)
 
 
 # --------------------------------------------------------------------------------------------------------------- cases
@@ -314,7 +314,9 @@ def updates(s: Sizes, device: torch.device) -> list[Case]:
 
     def ours(p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor) -> Callable[[], Results]:
         def work() -> Results:
-            adam.call_cuda(p, m, v, g, out, *scalars, rule.beta1, rule.beta2, rule.eps, 0.1)
+            adam.call_cuda(
+                p, m, v, g, out, now.lr, now.step, now.scale, now.skip, rule.beta1, rule.beta2, rule.eps, 0.1
+            )
             return p, m, v, out
 
         return work
@@ -345,7 +347,12 @@ def sums_of(s: Sizes, device: torch.device) -> list[Case]:
 
     def columns(x: Tensor) -> Callable[[], Results]:
         out = torch.empty(x.shape[1], device=x.device)
-        return lambda: (sums.column_sums(x, out, add=False), out)[1:]
+
+        def work() -> Results:
+            sums.column_sums(x, out, add=False)
+            return (out,)
+
+        return work
 
     return [
         Case(
@@ -405,7 +412,7 @@ def quantisations(s: Sizes, device: torch.device) -> list[Case]:
                 f"quantise to {bits} bits", ("quantise",), x.numel() * (16 + bits) // 8, (x,),
                 lambda x, bits=bits: lambda: quantise.quantise(x, bits),
                 call(lambda x, bits=bits: quantise.quantise_reference(_wide(x), bits)),
-                seen=lambda results, bits=bits: (results[1], _worst(x, *results, bits)),
+                seen=lambda results, bits=bits: (results[1], _worst(x, results[0], results[1], bits)),
             ),
             Case(
                 f"sum of {ranks} dequantised, {bits} bits", ("dequantise",), x.numel() * (16 + ranks * bits) // 8,

@@ -65,7 +65,9 @@ def sides_of(case: Case, stage: Stage) -> dict[str, Side | str]:
 def measured(case: Case, stage: Stage, bandwidth: float | None) -> dict[str, Any]:
     """Times and differences of a case's sides."""
     torch._dynamo.reset()
-    truth, works, found = truth_of(case), {}, {}
+    truth = truth_of(case)
+    works: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, side in sides_of(case, stage).items():
         if isinstance(side, str):
             found[name] = {"note": side}

@@ -131,7 +131,10 @@ def search(first: int, work: Callable[[int], dict[str, Any] | None], tries: int 
         found = work(layers)
         if found is None or found.get("failed") == "no time":
             failed = failed or {"layers": layers, "failed": "no time"}
-            break
+            if found is None or best is not None or layers < 4:
+                break
+            layers //= 4  # rather a small one than none
+            continue
         if "failed" in found:
             failed, layers = found, layers - step
         else:
@@ -154,7 +157,7 @@ def run(stage: Stage) -> None:
 
         def work(layers: int, place: str = place, budget: float = budget) -> dict[str, Any] | None:
             left = budget - time.monotonic()
-            return attempt(layers, place, folder, stage, left) if left > (3 if stage.small else 25) else None
+            return attempt(layers, place, folder, stage, 0.7 * left) if left > (3 if stage.small else 25) else None
 
         guess = min(2, should_fit(place, folder, stage)) if stage.small else should_fit(place, folder, stage)
         found[place] = {"forecast": guess, **search(guess, work, 1 if stage.small else 8)}

@@ -145,7 +145,7 @@ def run(stage: Stage) -> None:
     size = max(n for n in (1, 2, 4, 8) if n <= count)
     stage.put(gpus=count if stage.cuda else 0, ranks=size)
     alone = world_of(stage, 1)
-    truth = {dtype: alone.get(f"dp1 zero1 {dtype}") for dtype in TOLERANCE}
+    truth = {dtype: alone.get(f"dp1 zero1 {dtype}", []) for dtype in TOLERANCE}
     worlds = {1: alone}
     stage.put(note="one GPU only" if size == 1 else "")
     if size > 1:

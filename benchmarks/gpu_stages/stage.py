@@ -37,7 +37,8 @@ class Stage:
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self.args, self.out, self.small = args, args.out, args.small
-        self.device, self._end = torch.device(args.device), time.monotonic() + args.seconds
+        self.device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+        self._end = time.monotonic() + args.seconds
         about = {"rehearsal": self.small, "device": device_name(self.device)}
         _check_same(self.out, name, about)
         self._record = Record(self.out, name, **about, commit=commit(), torch=torch.__version__)
@@ -118,7 +119,7 @@ def main(
     name: str, run: Callable[[Stage], None], options: Callable[[argparse.ArgumentParser], Any] | None = None
 ) -> None:
     """Runs a stage from the command line; exit code 1 where it fails, whose message is in its record."""
-    made = parser(name, inspect.getmodule(run).__doc__)  # type: ignore[union-attr]
+    made = parser(name, inspect.getmodule(run).__doc__)
     if options is not None:
         options(made)
     args = made.parse_args()

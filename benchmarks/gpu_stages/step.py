@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import reference
+from benchmarks.gpu_stages import build
 from benchmarks.gpu_stages.record import NOT_MEASURED
 from benchmarks.gpu_stages.stage import NotHere, Stage, main
 from benchmarks.gpu_stages.timing import busy
@@ -270,14 +272,18 @@ def ablation(bench: Bench, ours: Side) -> dict[str, Any]:
 
 def profile(bench: Bench, side: Side) -> dict[str, Any]:
     """Of two steps: how long the GPU was idle between kernels, and the kernels that took longest."""
-    kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if bench.stage.cuda else [])]
+    # The GPU alone is watched: watching the host would slow it, and make the gaps.
+    kind = torch.profiler.ProfilerActivity.CUDA if bench.stage.cuda else torch.profiler.ProfilerActivity.CPU
     bench.wait()
-    with torch.profiler.profile(activities=kinds) as profiler:
+    with torch.profiler.profile(activities=[kind]) as profiler:
         for number in range(2):
             side.step(*bench.batches[number])
         bench.wait()
     wanted = torch.autograd.DeviceType.CUDA if bench.stage.cuda else torch.autograd.DeviceType.CPU
-    events = [event for event in profiler.events() if event.device_type == wanted]
+    events = [
+        event for event in profiler.events()
+        if event.device_type == wanted and not getattr(event, "is_user_annotation", False)
+    ]  # fmt: skip
     kernels = [(event.time_range.start, event.time_range.end) for event in events]
     total: Counter[str] = Counter()
     for event in events:
@@ -285,6 +291,15 @@ def profile(bench: Bench, side: Side) -> dict[str, Any]:
     found = busy(kernels)
     longest = {name[:120]: us / 2e3 for name, us in total.most_common(20)}
     return {**found, "idle_share": found["idle_us"] / max(found["span_us"], 1e-9), "longest_ms_a_step": longest}
+
+
+def state_under_load(bench: Bench, side: Side) -> dict[str, str]:
+    """Clocks, power and reasons for lower clocks while a side trains."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(build.state)
+        while not asked.done():
+            bench.block(side, 1)
+        return asked.result()
 
 
 def run(stage: Stage) -> None:
@@ -301,26 +316,32 @@ def run(stage: Stage) -> None:
         losses = bench.losses(ours)
     alone = [bench.block(ours, plan.steps) for _ in range(plan.rounds)]
     stage.put(ours={**mine, "losses": losses, **bench.speed(alone)})
-    inductor = "inductor" if stage.cuda else "eager"  # a rehearsal compiles nothing
-    others: dict[str, Callable[[], Side]] = {
-        "plain, compiled": lambda: Plain(plan, bench.weights, stage.device, inductor),
-        "ours, --run.compile": lambda: Ours(
-            plan, bench.weights, stage.device, compile=True, compile_backend="inductor" if stage.cuda else "aot_eager"
-        ),
-        "plain, eager": lambda: Plain(plan, bench.weights, stage.device, None),
-    }
-    found: dict[str, Any] = {}
-    pieces: dict[str, Callable[[], dict[str, Any]]] = {
-        "ablation": lambda: ablation(bench, ours), "profile": lambda: profile(bench, ours),
-        **{name: lambda make=make: beside(bench, ours, losses, make) for name, make in others.items()},
-    }  # fmt: skip
-    for name in ("plain, compiled", "ablation", "profile", "ours, --run.compile", "plain, eager"):
-        found[name] = attempt(pieces[name], stage)
-        stage.put(**({name: found[name]} if name in ("ablation", "profile") else {}))
-        stage.put(others={n: found[n] for n in others if n in found})
+    stage.put(state_under_load=state_under_load(bench, ours))
+    others: dict[str, Any] = {}
+
+    def compare(name: str) -> None:
+        others[name] = attempt(lambda: beside(bench, ours, losses, lambda: other_side(name, bench)), stage)
+        stage.put(others=others)
         free()
-    if faults := [f"{name}: {piece['wrong']}" for name, piece in found.items() if "wrong" in piece]:
+
+    compare("plain, compiled")
+    ablated = attempt(lambda: ablation(bench, ours), stage)
+    stage.put(ablation=ablated)
+    profiled = attempt(lambda: profile(bench, ours), stage)
+    stage.put(profile=profiled)
+    for name in ("ours, --run.compile", "plain, eager"):
+        compare(name)
+    pieces = {**others, "ablation": ablated, "profile": profiled}
+    if faults := [f"{name}: {piece['wrong']}" for name, piece in pieces.items() if "wrong" in piece]:
         raise AssertionError("; ".join(faults))
+
+
+def other_side(name: str, bench: Bench) -> Side:
+    """What threed is compared with; a rehearsal compiles nothing."""
+    cuda, given = bench.stage.cuda, (bench.plan, bench.weights, bench.stage.device)
+    if name == "ours, --run.compile":
+        return Ours(*given, compile=True, compile_backend="inductor" if cuda else "aot_eager")
+    return Plain(*given, None if name == "plain, eager" else "inductor" if cuda else "eager")
 
 
 def attempt(work: Callable[[], dict[str, Any]], stage: Stage) -> dict[str, Any]:
@@ -329,6 +350,8 @@ def attempt(work: Callable[[], dict[str, Any]], stage: Stage) -> dict[str, Any]:
         return {"note": f"{NOT_MEASURED}: no time"}
     try:
         return work()
+    except torch.OutOfMemoryError:
+        return {"note": f"{NOT_MEASURED}: out of memory beside our engine"}
     except Exception as error:
         return {"wrong": f"{type(error).__name__}: {str(error)[:300]}"}
 

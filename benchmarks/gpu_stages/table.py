@@ -152,10 +152,12 @@ def of_step(found: Found) -> list[str]:
         ["gaps of more than 10 µs in two steps", number(profile.get("long_gaps"), "d")],
         ["kernels in two steps", number(profile.get("kernels"), "d")],
     ]
+    state = [[key, str(value)] for key, value in (found.get("state_under_load") or {}).items()]
     longest = [[f"`{name}`", number(ms, ".2f")] for name, ms in (profile.get("longest_ms_a_step") or {}).items()]
     return [
         *table(head, rows if found else []), "", targets, "", *table(["without", "s a step", "longer by"], without), "",
-        *table(["the GPU's time", "value"], idle), "", *table(["longest kernels", "ms a step"], longest[:10]),
+        *table(["the GPU's time", "value"], idle), "", *table(["while training", "nvidia-smi"], state), "",
+        *table(["longest kernels", "ms a step"], longest[:10]),
     ]  # fmt: skip
 
 
