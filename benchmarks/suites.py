@@ -36,7 +36,6 @@ OURS = ("threed_zero1", "threed_zero2", "threed_zero3", "wrapped_zero1", "wrappe
 BASE = ("--preset", "base", "--batch", "2", "--microbatches", "2")
 
 SUITES = {
-    "compile": Suite(1, ("compiled", "threed_compiled", "single", "threed_zero0")),
     "dp2": Suite(2, ("ddp", "threed_zero1")),
     "dp2_fsdp2": Suite(2, ("fsdp2", "threed_zero1")),
     "tp2": Suite(2, ("dtensor_tp", "threed_tp")),
@@ -45,6 +44,7 @@ SUITES = {
     "pp2_gpipe": Suite(2, ("torch_gpipe", "threed_gpipe")),
     "2x2x2": Suite(8, ("torch_3d", "threed_3d")),
     "2x2x2_sp": Suite(8, ("torch_3d_sp", "threed_3d_sp")),
+    "compile": Suite(1, ("compiled", "threed_compiled", "single", "threed_zero0")),
     "zero": Suite(2, (*TORCH, *DEEPSPEED, "threed_zero0", *OURS)),
     "zero-base": Suite(2, (*TORCH, *DEEPSPEED[1:], *OURS), BASE),
     "zero4": Suite(4, (*TORCH, *DEEPSPEED[1:], *OURS)),

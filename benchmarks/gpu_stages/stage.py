@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -68,12 +70,15 @@ class Stage:
     def run(self, command: list[str], seconds: float | None = None, **more: Any) -> subprocess.CompletedProcess[str]:
         """Runs a process in the repository; it is killed after so many seconds, at most those left: exit code 124."""
         limit = max(1.0, min(self.time_left(), seconds or self.time_left()) - 2)
-        try:
-            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False, **more)
-        except subprocess.TimeoutExpired as error:
-            said = [text.decode(errors="replace") if isinstance(text, bytes) else text or "" for text in
-                    (error.stdout, error.stderr)]  # fmt: skip
-            return subprocess.CompletedProcess(command, 124, said[0], f"{said[1]}\nkilled after {limit:.0f} seconds")
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes, **more) as process:
+            try:
+                out, said = process.communicate(timeout=limit)
+                return subprocess.CompletedProcess(command, process.returncode, out, said)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # with what it started
+                out, said = process.communicate()
+                return subprocess.CompletedProcess(command, 124, out, f"{said}\nkilled after {limit:.0f} seconds")
 
 
 def device_name(device: torch.device) -> str:

@@ -140,7 +140,9 @@ def of_step(found: Found) -> list[str]:
         ])  # fmt: skip
     head = ["side", "s a step", "tokens/s", "MFU", "peak GiB", "threed is so many times as fast", "last loss compared"]
     targets = (
-        f"Targets: MFU {percent(found.get('target_mfu'))}, and {number(found.get('target_ratio'))} times compiled."
+        f"Targets: MFU {percent(found.get('target_mfu'))} ({met(at(found, 'ours', 'mfu'), found.get('target_mfu'))}), "
+        f"{number(found.get('target_ratio'))} times as fast as compiled plain PyTorch "
+        f"({met(at(found, 'others', 'plain, compiled', 'ours_times_as_fast'), found.get('target_ratio'))})."
     )
     without = [
         [name, number(at(one, "step_s"), ".3f"), number(100 * at(one, "longer_by"), "+.1f", " %")]
@@ -159,6 +161,13 @@ def of_step(found: Found) -> list[str]:
         *table(["the GPU's time", "value"], idle), "", *table(["while training", "nvidia-smi"], state), "",
         *table(["longest kernels", "ms a step"], longest[:10]),
     ]  # fmt: skip
+
+
+def met(value: Any, target: Any) -> str:
+    """Whether a figure reaches its target."""
+    if not isinstance(value, int | float) or not isinstance(target, int | float):
+        return NOT_MEASURED
+    return "reached" if value >= target else "missed"
 
 
 def _last(one: Found) -> Any:
