@@ -423,6 +423,46 @@ def test_planted_faults_are_judged_by_kernel() -> None:
     assert found["false_alarms"] == ["right_sum: memcheck: reported"]
 
 
+STAND_INS = {
+    # finds a fault in planted kernels from the third on, and none in ours
+    "compute-sanitizer": """#!/bin/sh
+shift 4
+case "$1" in *planted) [ "$2" -lt 2 ] && exit 0; exit 99;; esac
+printf "ran one\\nran two\\n===== ERROR SUMMARY: 0 errors\\n"
+""",
+    "planted": "#!/bin/sh\nprintf 'right\\n%s\\nno_barrier\\n' $FIRST\n",
+}
+
+
+@pytest.mark.parametrize(("first", "wrong"), [("right_sum", ""), ("divergent", "no tool reported: divergent")])
+def test_the_sanitizers_stage_asks_about_every_kernel(
+    first: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With programs that stand in for compute-sanitizer and the planted kernels."""
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("FIRST", first)
+    monkeypatch.setattr(sanitizer, "tool", lambda: str(tmp_path / "compute-sanitizer"))
+    monkeypatch.setattr(sanitizer, "built", lambda folder, architecture: tmp_path / "planted")
+    monkeypatch.setattr(sanitizer, "_capability", lambda stage: (9, 0))
+    monkeypatch.setattr(stages.Stage, "cuda", True)
+    monkeypatch.setattr(stages, "device_name", lambda device: "a stand-in")
+    words = ["--device", "cpu", "--small", "--out", str(tmp_path / "out")]
+    running = stages.Stage("sanitizer", stages.parser("sanitizer", "").parse_args(words))
+    if wrong:
+        with pytest.raises(AssertionError, match=wrong):
+            sanitizer.run(running)
+    else:
+        sanitizer.run(running)
+    found = record.figures(tmp_path / "out", "sanitizer")
+    assert {name: (one["cases"], one["errors"]) for name, one in found["ours"].items()} == dict.fromkeys(
+        sanitizer.TOOLS, (2, 0)
+    )
+    assert list(found["planted"]["found"]) == ["no_barrier"]
+    assert "| planted faults reported | 1 of " in table.page(tmp_path / "out")
+
+
 def test_what_a_sanitizer_counts_is_read() -> None:
     assert sanitizer.reports("=== x\n===== Invalid read\n===== ERROR SUMMARY: 3 errors")["errors"] == 3
     text = "===== RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)"

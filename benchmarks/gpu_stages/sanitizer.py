@@ -122,7 +122,10 @@ def run(stage: Stage) -> None:
         architecture = "{}{}".format(*_capability(stage))
         faults = planted(stage, sanitizer, built(Path(folder), architecture))
     stage.put(planted=faults)
-    bad = [f"{name} over our kernels: {one}" for name, one in found.items() if one.get("exit", 0)]
+    bad = [
+        f"{name} over our kernels: exit code {one['exit']} after {one['cases']} cases, {one['errors']} errors"
+        for name, one in found.items() if "exit" in one and (one["exit"] or not one["cases"])
+    ]  # fmt: skip
     bad += [f"planted faults that no tool reported: {', '.join(faults['missed'])}"] if faults["missed"] else []
     bad += [f"reported without a fault: {', '.join(faults['false_alarms'])}"] if faults["false_alarms"] else []
     if bad:
