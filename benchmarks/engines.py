@@ -24,12 +24,10 @@ if ROOT not in sys.path:  # loaded by path, from elsewhere
 from benchmarks import reference  # noqa: E402
 from benchmarks.deepspeed_peers import DEEPSPEED  # noqa: E402
 from benchmarks.peers import PEERS  # noqa: E402
-from benchmarks.reference import ADAM, GPTConfig  # noqa: E402
+from benchmarks.reference import GPTConfig  # noqa: E402
 from benchmarks.suites import OFFLOADS, Offload  # noqa: E402
-from threed import models  # noqa: E402
-from threed.config import Config, resolve  # noqa: E402
+from benchmarks.trainer import complete, make_trainer, renamed  # noqa: E402
 from threed.engine import Engine as Trainer  # noqa: E402
-from threed.layers import Slicing  # noqa: E402
 from threed.memory.tiers import Drive  # noqa: E402
 from threed.topology import Topology  # noqa: E402
 
@@ -109,44 +107,6 @@ class ThreeD:
         """State that the last update left in the drive's buffers: it was not written, and the next does not read it."""
         buffers = [staged for state in self.trainer.optimizer.states for staged in state.kept.values()]
         return sum(staged.wait().nbytes for staged in buffers) / 2**20
-
-
-def make_trainer(config: GPTConfig, topology: Topology, settings: dict[str, Any]) -> Trainer:
-    """threed's engine on a model of its own layers of the reference model's shapes."""
-    full = complete(config, topology, settings)
-    slicing = Slicing(topology.axis("tp"), bool(full.parallel.sequence), full.train.seed, full.zero.tile)
-    return Trainer(models.build(full.model, slicing), topology, full)
-
-
-def complete(config: GPTConfig, topology: Topology, settings: dict[str, Any]) -> Config:
-    """The settings with the reference model's shapes and the peers' AdamW at a constant learning rate, resolved."""
-    shapes = {"layers": config.n_layer, "hidden": config.d_model, "heads": config.n_head, "seq": config.seq_len}
-    everything = {"match": "*", "weight_decay": ADAM["weight_decay"]}  # the peers decay norms and biases too
-    optim = {**ADAM, "warmup": 0, "schedule": "constant", "groups": [everything]}
-    full = Config.model_validate({**settings, "model": {"arch": "gpt", **shapes}, "optim": optim})
-    return resolve(full, config.vocab, topology.world)
-
-
-NAMES = {
-    "wte": "embedding.word", "wpe": "embedding.position", "ln1": "attention_norm", "attn.proj": "attention.out",
-    "ln2": "mlp_norm", "mlp.up": "mlp.up", "mlp.down": "mlp.down", "ln_f": "head.norm",
-}  # fmt: skip
-
-
-def renamed(weights: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """The reference model's weights by threed's global names; packed (head, {q,k,v}, head size) rows taken apart."""
-    found = {}
-    for name, value in weights.items():
-        *path, module, kind = name.split(".")
-        prefix = ".".join(path[:2]) + "." if path else ""
-        key = ".".join([*path[2:], module])
-        if key == "attn.qkv":
-            parts = value.unflatten(0, (heads, 3, -1)).unbind(1)
-            for part, rows in zip(("query", "key", "value"), parts, strict=True):
-                found[f"{prefix}attention.{part}.{kind}"] = rows.flatten(0, 1)
-        elif key != "head":  # tied to the word table
-            found[f"{prefix}{NAMES[key]}.{kind}"] = value
-    return found
 
 
 class Zero0(ThreeD):

@@ -1,165 +1,320 @@
-"""threed on one GPU in bf16: right to bf16's precision, tokens/s and model FLOPs utilisation for a few sizes.
+"""Everything that is to be known of a GPU, in one command of about 20 minutes; a file of figures a stage.
 
-    python benchmarks/gpu.py                   # needs one CUDA device; without one it says so and exits 0
-    python benchmarks/gpu.py --sizes small     # one size
-    python benchmarks/gpu.py --largest /nvme   # the largest model that trains resident, with host and with NVMe offload
-    python benchmarks/gpu.py --layers 8 --place cpu --trace trace.json     # one of those, with a trace of its overlap
+    python benchmarks/gpu.py                           # all stages; without a CUDA device it says so and exits 0
+    python benchmarks/gpu.py                           # again: goes on where it was stopped, a finished stage stays
+    python benchmarks/gpu.py --only kernels step       # some; --list names them
+    python benchmarks/gpu.py --again kernels           # measures a finished stage anew
+    python benchmarks/gpu.py --only table              # the tables for docs/performance.md, from the files alone
+    python benchmarks/gpu.py --device cpu --small      # a rehearsal of every stage, on a CPU, in tiny shapes
 
-Written without a GPU at hand: no figure of it has been measured yet. The check compares losses of a small model with
-the same training on the CPU in fp32; the timing feeds random tokens, which cost what real ones do.
+Every stage is a process of its own with a time limit (`benchmarks/gpu_stages`), which writes OUT/NAME.json as it has
+figures and OUT/NAME.log. One that fails, crashes or hangs is recorded so, with its message, and the others go on. The
+folder may be copied anywhere: the tables need nothing else. Exit code 0 where every stage of the call is done or had no
+time, 1 where one failed, 2 for a call that cannot be.
+
+Written without a GPU at hand: how long stages take is a guess, their limits are not.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import statistics
+import contextlib
+import os
+import signal
 import subprocess
 import sys
-import tempfile
 import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.gpu_stages import record  # noqa: E402
+from benchmarks.gpu_stages.record import CorruptRecord  # noqa: E402
 
-from benchmarks import reference
-from benchmarks.engines import make_trainer, renamed
-from benchmarks.reference import GPTConfig
-from threed.engine import Engine
-from threed.topology import Topology
-
-# name: shapes, sequences in a step, sequences in a micro-batch
-SIZES = {
-    "small": (GPTConfig(12, 768, 12, 1024, 50304), 32, 16),
-    "medium": (GPTConfig(24, 1024, 16, 1024, 50304), 16, 8),
-    "xl": (GPTConfig(48, 1600, 25, 1024, 50304), 8, 4),
-}
-# Dense bf16 tensor-core peaks in TFLOP/s, from the vendor's data sheets.
-PEAK = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0, "A10G": 70.0, "4090": 165.0}
-TOLERANCE = 0.02  # relative, on the loss of 5 steps: bf16 keeps 8 bits
+TOKEN = "THREED_GPU_STAGE"  # every process of a stage has it in its environment, whatever session it moves to
+PATIENCE = 20.0  # seconds for killed processes to end
 
 
-def trainer(config: GPTConfig, device: str, dtype: str, batch: int, micro: int) -> Engine:
-    """threed alone on a device."""
-    settings = {
-        "precision": {"dtype": dtype},
-        "train": {"global_batch": batch, "micro_batch": micro, "grad_clip": 1.0},
-    }
-    return make_trainer(config, Topology(device=torch.device(device)), settings)
+@dataclass(frozen=True)
+class Planned:
+    """A stage. expected: seconds that it is guessed to take, without which it is not begun; limit: it is ended then."""
+
+    name: str
+    what: str
+    expected: float
+    limit: float
+    module: str = ""
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", self.module or f"benchmarks.gpu_stages.{self.name}"]
 
 
-def check() -> dict[str, Any]:
-    """The largest relative difference of the losses of 5 steps, GPU bf16 against CPU fp32; fails above TOLERANCE."""
-    config = GPTConfig(4, 256, 4, 128, 1024)
-    losses = []
-    for device, dtype in (("cpu", "fp32"), ("cuda:0", "bf16")):
-        engine = trainer(config, device, dtype, batch=8, micro=4)
-        engine.load_full_state_dict(renamed(reference.initial_weights(config), config.n_head))
-        steps = [engine.step({"tokens": x, "labels": y}) for x, y in reference.batches(config, 5, 8)]
-        losses.append([metrics.loss for metrics in steps])
-    difference = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
-    if difference > TOLERANCE:
-        raise SystemExit(f"bf16 on the GPU differs from fp32 on the CPU by {difference:.3f}: {losses}")
-    return {"check": "losses against CPU fp32", "largest_difference": difference}
+# The most important first: where --minutes is short, the last ones are left out. The tables always have time.
+STAGES = (
+    Planned("build", "compiles the kernels; versions, clocks, power, ECC", 60, 300),
+    Planned("tests", "pytest -m gpu: the cases of the emulator, and all others that need a GPU", 120, 480),
+    Planned("bandwidth", "copies on the device, and to and from the host", 30, 120),
+    Planned("kernels", "every kernel beside eager, torch.compile and Liger", 200, 420),
+    Planned("step", "a step of GPT 1.3B: ours, plain, compiled; kernel by kernel; gaps", 300, 530),
+    Planned("sanitizer", "compute-sanitizer over the kernels, and over kernels with planted faults", 120, 300),
+    Planned("nccl", "every way of parallel training over NCCL, against one GPU's losses", 90, 240),
+    Planned("sizes", "bf16 against fp32 on the CPU; tokens/s of three models", 90, 240),
+    Planned("largest", "the largest models: resident, offloaded to the host, to the drive", 160, 480),
+    Planned("table", "tables for docs/performance.md", 0, 60),
+)
 
 
-def measure(name: str, steps: int) -> dict[str, Any]:
-    """Tokens/s, MFU and peak memory of one size."""
-    config, batch, micro = SIZES[name]
-    engine = trainer(config, "cuda:0", "bf16", batch, micro)
-    ids = torch.randint(config.vocab, (batch, config.seq_len + 1), device="cuda")
-    data = {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
-    seconds = []
-    for number in range(steps + 3):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        engine.step(data)
-        torch.cuda.synchronize()
-        if number >= 3:
-            seconds.append(time.perf_counter() - begin)
-    rate = batch * config.seq_len / statistics.median(seconds)
-    gpu = torch.cuda.get_device_name()
-    peak = next((tflops for key, tflops in PEAK.items() if key in gpu), None)
-    return {
-        "size": name, "gpu": gpu, "parameters": config.parameters, "tokens_per_s": rate,
-        "tflops": rate * config.flops_per_token() / 1e12,
-        "mfu": rate * config.flops_per_token() / 1e12 / peak if peak else None,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30, "torch": torch.__version__,
-    }  # fmt: skip
+class UsageError(ValueError):
+    """A call that cannot be."""
 
 
-def offloaded(layers: int, place: str, folder: str, trace: str | None) -> dict[str, Any]:
-    """A model of 4096 features and so many layers under ZeRO-3 with its states in a place: tokens/s, TFLOP/s, peak."""
-    config = GPTConfig(layers, 4096, 32, 2048, 50304)
-    where = {"offload_optimizer": place, "offload_params": place, "nvme_path": folder if place == "nvme" else None}
-    settings = {
-        "precision": {"dtype": "bf16", "grad_dtype": "bf16"}, "zero": {"stage": 3, **where},
-        "recompute": {"mode": "full"}, "train": {"global_batch": 8, "micro_batch": 8, "grad_clip": 1.0},
-    }  # fmt: skip
-    engine = make_trainer(config, Topology(device=torch.device("cuda:0")), settings)
-    ids = torch.randint(config.vocab, (8, config.seq_len + 1), device="cuda")
-    data = {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
-    engine.step(data)
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(2):
-        engine.step(data)
-    torch.cuda.synchronize()
-    rate = 2 * data["tokens"].numel() / (time.perf_counter() - begin)
-    if trace is not None:
-        with torch.profiler.profile() as profiler:
-            engine.step(data)
-            torch.cuda.synchronize()
-        profiler.export_chrome_trace(trace)
-    return {
-        "place": place, "layers": layers, "parameters": config.parameters, "tokens_per_s": rate,
-        "tflops": rate * config.flops_per_token() / 1e12, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-    }  # fmt: skip
+def chosen(names: Sequence[str] | None, stages: Sequence[Planned]) -> list[Planned]:
+    """The stages of these names, in their own order; all without names."""
+    known = [stage.name for stage in stages]
+    if unknown := [name for name in names or () if name not in known]:
+        raise UsageError(f"no such stage: {', '.join(unknown)}; there are {', '.join(known)}")
+    return [stage for stage in stages if names is None or stage.name in names]
 
 
-def largest(folder: str) -> None:
-    """For each place, models of more and more layers, each in a process of its own, until one does not train."""
-    for place in ("none", "cpu", "nvme"):
-        for layers in (4, 8, 16, 24, 32, 40, 48, 64, 80):
-            command = [sys.executable, __file__, "--layers", str(layers), "--place", place, "--largest", folder]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                why = done.stderr.strip().splitlines()[-1:] or [f"ended by {done.returncode}"]
-                print(json.dumps({"place": place, "layers": layers, "failed": why[0][:300]}), flush=True)
-                break
-            print(done.stdout.strip().splitlines()[-1], flush=True)
+def finished(folder: Path, stage: Planned) -> bool:
+    """Whether a stage need not run; a corrupt file is told of, and set aside."""
+    try:
+        found = record.read(folder, stage.name)
+    except CorruptRecord as error:
+        path = record.path_of(folder, stage.name)
+        os.replace(path, path.with_suffix(".corrupt"))
+        say(stage.name, f"{error}; set aside as {stage.name}.corrupt, the stage runs again")
+        return False
+    return found is not None and found["status"] == record.DONE and stage.name != "table"
 
 
-def main() -> None:
+def say(stage: str, text: str) -> None:
+    print(f"{stage:<10} {text}", flush=True)
+
+
+# -------------------------------------------------------------------------------------------------------- a stage's run
+
+
+def run(stage: Planned, folder: Path, flags: Sequence[str], limit: float) -> str:
+    """Runs a stage for at most `limit` seconds, with an end of its record in every case; its status."""
+    token, log = uuid.uuid4().hex, folder / f"{stage.name}.log"
+    folder.mkdir(parents=True, exist_ok=True)
+    began, before = time.monotonic(), _changed(folder, stage)
+    interrupt: KeyboardInterrupt | None = None
+    with log.open("w") as file:
+        # A session of its own: Ctrl-C comes here alone, and what is left of the stage is ended below.
+        process = subprocess.Popen(
+            [*stage.command, "--out", str(folder), "--seconds", f"{max(limit - 10, limit / 2):.0f}", *flags], cwd=ROOT,
+            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, TOKEN: token, "PYTHONPATH": _python_path()},
+        )  # fmt: skip
+        try:
+            code = process.wait(limit)
+            status, message = (record.DONE, "") if code == 0 else (record.CRASHED, _reason(code, log))
+        except subprocess.TimeoutExpired:
+            status, message = record.OUT_OF_TIME, f"ended after {limit:.0f} seconds"
+        except KeyboardInterrupt as error:
+            status, message, interrupt = record.INTERRUPTED, "interrupted", error
+        finally:
+            kill(token)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE)
+    status = _end(stage, folder, status, message, time.monotonic() - began, before, "--small" in flags)
+    if interrupt is not None:
+        raise interrupt
+    return status
+
+
+def _python_path() -> str:
+    return os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
+
+
+def _changed(folder: Path, stage: Planned) -> int:
+    """When the stage's file was last written."""
+    with contextlib.suppress(FileNotFoundError):
+        return record.path_of(folder, stage.name).stat().st_mtime_ns
+    return 0
+
+
+def _reason(code: int, log: Path) -> str:
+    """What a process that failed said last."""
+    how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return f"{how}: {lines[-1][:400] if lines else '(it said nothing)'}"
+
+
+def _end(
+    stage: Planned, folder: Path, status: str, message: str, seconds: float, before: int, rehearsal: bool
+) -> str:  # fmt: skip
+    """Sets right what the record of a stage that ended says; keeps its figures."""
+    found: dict[str, Any] | None = None
+    if _changed(folder, stage) != before:  # else the file is an earlier run's
+        with contextlib.suppress(CorruptRecord):
+            found = record.read(folder, stage.name)
+    if (
+        found is not None
+        and status in (record.DONE, record.CRASHED)
+        and found["status"] in (record.DONE, record.FAILED)
+    ):
+        return str(found["status"])
+    if status == record.DONE:
+        status, message = record.CRASHED, "it ended without a finished record"
+    found = found or {"stage": stage.name, "rehearsal": rehearsal, "device": "unknown", "figures": {}}
+    record.write(folder, {**found, "status": status, "message": message, "seconds": round(seconds, 1)})
+    return status
+
+
+def kill(token: str) -> None:
+    """Ends every process whose environment has this token, and those that they start meanwhile; gives up on what does
+    not end, as a process may not that waits inside a driver."""
+    wanted, end = f"{TOKEN}={token}".encode(), time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        pids = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _has(pid, wanted)]
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _has(pid: int, wanted: bytes) -> bool:
+    """Whether a living process has this in its environment; a dead one that waits for its parent has none."""
+    try:
+        return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------------- all stages
+
+
+def conduct(args: argparse.Namespace, stages: Sequence[Planned] = STAGES) -> int:
+    """Runs the stages that are asked for and not finished; the exit code."""
+    again = _again(args, stages)
+    wanted = [stage for stage in stages if stage in again or stage in chosen(args.only, stages)]
+    if any(stage.name != "table" for stage in wanted):
+        _check_folder(args.out, args.small, stages)
+    end, failed = time.monotonic() + 60 * args.minutes, []
+    for stage in wanted:
+        if stage not in again and finished(args.out, stage):
+            say(stage.name, f"finished already ({record.path_of(args.out, stage.name)})")
+            continue
+        left, measures = end - time.monotonic(), stage.name != "table"
+        if measures and left < (min(stage.expected, 1) if args.small else stage.expected):
+            _leave_out(stage, args, left)
+            continue
+        limit = min(stage.limit, left) if measures else stage.limit
+        say(stage.name, f"{stage.what} (at most {limit:.0f} s) ...")
+        status = run(stage, args.out, _flags(stage, args), limit)
+        found = record.read(args.out, stage.name) or {}
+        say(stage.name, f"{status} after {found.get('seconds', 0):.0f} s {found.get('message', '')}".rstrip())
+        if status != record.DONE:
+            failed.append(stage.name)
+    if failed:
+        print(f"not done: {', '.join(failed)}; why is in {args.out}/NAME.log. The same command runs them again.")
+    return int(bool(failed))
+
+
+def _again(args: argparse.Namespace, stages: Sequence[Planned]) -> list[Planned]:
+    """The stages to be measured anew: those named, or without names all that are asked for."""
+    if args.again is None:
+        return []
+    return chosen(args.again, stages) if args.again else chosen(args.only, stages)
+
+
+def _check_folder(folder: Path, small: bool, stages: Sequence[Planned]) -> None:
+    """Refuses to mix a rehearsal's figures with others."""
+    for stage in stages:
+        with contextlib.suppress(CorruptRecord):
+            found = record.read(folder, stage.name)
+            if found is not None and bool(found.get("rehearsal")) != small and stage.name != "table":
+                what = "a rehearsal" if found.get("rehearsal") else "a GPU"
+                raise UsageError(f"{folder} holds figures of {what}: choose another --out")
+
+
+def _leave_out(stage: Planned, args: argparse.Namespace, left: float) -> None:
+    """Records that a stage had no time; figures of an earlier run stay."""
+    say(stage.name, f"not run: no time ({max(left, 0):.0f} s left, {stage.expected:.0f} expected)")
+    found: dict[str, Any] | None = None
+    with contextlib.suppress(CorruptRecord):
+        found = record.read(args.out, stage.name)
+    if found is None or not found["figures"]:
+        empty = {"stage": stage.name, "rehearsal": args.small, "device": "unknown", "figures": {}, "seconds": 0.0}
+        record.write(args.out, {**empty, "status": record.NOT_RUN, "message": "no time"})
+
+
+def _flags(stage: Planned, args: argparse.Namespace) -> list[str]:
+    flags = ["--device", args.device, *(["--small"] if args.small else [])]
+    if stage.name == "largest" and args.drive is not None:
+        flags += ["--folder", args.drive]
+    return flags
+
+
+def default_folder(small: bool) -> Path:
+    return ROOT / "benchmarks" / "results" / ("gpu-rehearsal" if small else "gpu")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--steps", type=int, default=10, help="timed steps")
-    parser.add_argument("--largest", metavar="FOLDER", help="find the largest models; FOLDER: on the drive")
-    parser.add_argument("--layers", type=int, help="one model of so many layers, with its states in --place")
-    parser.add_argument("--place", choices=["none", "cpu", "nvme"], default="none")
-    parser.add_argument("--trace", help="write a Chrome trace of a step there")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no CUDA device")
-        return
-    if args.layers is not None:
-        folder = args.largest or tempfile.gettempdir()
-        print(json.dumps(offloaded(args.layers, args.place, folder, args.trace)))
-        return
-    if args.largest is not None:
-        largest(args.largest)
-        return
-    print(json.dumps(check()))
-    for name in args.sizes:
-        gc.collect()  # an engine and its parameters refer to each other
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        print(json.dumps(measure(name, args.steps)), flush=True)
+    parser.add_argument("--only", nargs="+", metavar="STAGE", help="these stages")
+    parser.add_argument("--again", nargs="*", metavar="STAGE", help="also where finished: these, or all of the call")
+    parser.add_argument("--list", action="store_true", help="name the stages and what is known of each")
+    parser.add_argument("--minutes", type=float, default=20.0, help="for all; what does not fit any more is left out")
+    parser.add_argument("--out", type=Path, help="folder of the files (benchmarks/results/gpu)")
+    parser.add_argument("--drive", metavar="FOLDER", help="on the drive that `largest` swaps to")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--small", action="store_true", help="a rehearsal: tiny shapes, figures that mean nothing")
+    args = parser.parse_args(argv)
+    args.out = (args.out or default_folder(args.small)).resolve()
+    return args
+
+
+def show(folder: Path) -> None:
+    """Names the stages, and how far each is."""
+    for stage in STAGES:
+        try:
+            found = record.read(folder, stage.name)
+            status = "" if found is None else f" [{found['status']}]"
+        except CorruptRecord:
+            status = " [corrupt]"
+        print(f"{stage.name:<10} {stage.what} (about {stage.expected:.0f} s, at most {stage.limit:.0f}){status}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    if args.list:
+        show(args.out)
+        return 0
+    try:
+        chosen(args.only, STAGES), chosen(args.again, STAGES)
+        if args.device == "cpu" and not args.small and args.only != ["table"]:
+            raise UsageError("--device cpu is for a rehearsal: add --small")
+        if args.device == "cuda" and args.only != ["table"] and not _has_gpu():
+            print("no CUDA device (a rehearsal: --device cpu --small)")
+            return 0
+        return conduct(args)
+    except UsageError as error:
+        print(f"benchmarks/gpu.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+def _has_gpu() -> bool:
+    import torch  # not above: the tables and --list need none
+
+    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the stage that runs, too
+    sys.exit(main())

@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks import gpu
 from tests import hf_models, house, keys, mutants
 from tests.harness import run_ranks, run_script
 from threed import cli, schedules
@@ -161,6 +162,10 @@ def check_command(words: list[str]) -> None:
         assert all((ROOT / word).exists() for word in rest if "/" in word), words
     elif program == "python" and rest[0] == "tests/mutants.py":
         mutants.parser().parse_args(rest[1:])
+    elif program == "python" and rest[0] == "benchmarks/gpu.py":
+        args = gpu.parse(rest[1:])
+        assert gpu.chosen(args.only, gpu.STAGES), words
+        gpu.chosen(args.again, gpu.STAGES)
     elif program == "python":
         check_training(rest[0], rest[1:], 1)
     else:

@@ -186,7 +186,7 @@ def for_autograd(x: Tensor, *params: Tensor | None) -> tuple[Tensor | None, ...]
 
 def bias_gradient(bias: Tensor, rows: Tensor) -> Tensor | None:
     """Computes the sum of rows [m n]: adds it to the bias's sink, else returns it for autograd."""
-    if launch.ready(rows) and launch.packed(rows) and rows.shape[1] % 8 == 0:
+    if sums.column_fits(rows):
         gradient = VectorGradient(bias)
         sums.column_sums(rows, gradient.out, add=gradient.add)
         return gradient.done()

@@ -25,6 +25,11 @@ def fits(x: Tensor) -> bool:
     return whole and launch.available(x)
 
 
+def column_fits(x: Tensor) -> bool:
+    """Returns whether `column_sums` takes rows x [n h]."""
+    return x.shape[1] % 8 == 0 and launch.ready(x) and launch.packed(x)
+
+
 @dataclass(frozen=True, eq=False)
 class Parts:
     """A sum in parts [k h]. out: fp32 [h], gets it; add: plus what it held."""

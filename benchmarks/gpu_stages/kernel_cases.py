@@ -1,0 +1,461 @@
+"""Every kernel of csrc/cuda as a case of `kernels.py`: inputs, bytes, our call, and what plain PyTorch does instead.
+
+A side is a function of a case's inputs that prepares and returns the work that is timed; work returns the results that
+are compared. Sides may write over their inputs: for comparisons they get copies. Plain sides also compute the truth, in
+fp64. Work in place goes on with what it made before; values stay ordinary numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from threed.ops import activation, adam, cross_entropy, dropout, norm, quantise, rotary, sums
+from threed.ops.update import StepScalars
+
+Results = tuple[Tensor | None, ...]
+Side = Callable[..., Callable[[], Results]]
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+EPS, THETA = 1e-5, 1e4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """rows of an activation, its width, features of the MLP, vocabulary, head size, parameters, blocks of 256."""
+
+    rows: int
+    sequences: int
+    h: int
+    f: int
+    v: int
+    d: int
+    n: int
+    blocks: int
+
+
+LARGE = Sizes(8192, 4, 2048, 8192, 50304, 128, 1 << 26, 1 << 18)  # GPT 1.3B, four sequences of 2048
+SMALL = Sizes(70, 2, 64, 128, 512, 32, 4096, 16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel at work. nbytes: that ours has to read and write. kernels: launchers of csrc/cuda that it starts.
+
+    plain: made with a function that compiles, or with one that does not. others: further sides by name. truth: what the
+    results are compared with, by default the plain side in fp64. comparable: whether plain sides compute the same.
+    seen: of results, what is compared.
+    """
+
+    name: str
+    kernels: tuple[str, ...]
+    nbytes: int
+    inputs: tuple[Any, ...]
+    ours: Side
+    plain: Callable[[Compile], Side]
+    others: dict[str, Callable[[], Side]] = field(default_factory=dict)
+    truth: Side | None = None
+    comparable: bool = True
+    seen: Callable[[Results], Results] = lambda results: results
+
+
+def bf16(*shape: int, device: torch.device, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(*shape, device=device)).bfloat16()
+
+
+def call(function: Callable[..., Any]) -> Callable[[Compile], Side]:
+    """A side that calls a function of the inputs, whole or compiled."""
+
+    def made(compiled: Compile) -> Side:
+        work = compiled(function)
+        return lambda *inputs: lambda: _tuple(work(*inputs))
+
+    return made
+
+
+def gradient_of(function: Callable[..., Any], gradients: int) -> Callable[[Compile], Side]:
+    """A side that differentiates: the first `gradients` inputs are those of the outputs, the rest the arguments."""
+
+    def made(compiled: Compile) -> Side:
+        work = compiled(function)
+
+        def prepare(*inputs: Tensor) -> Callable[[], Results]:
+            given, leaves = inputs[:gradients], [x.detach().requires_grad_() for x in inputs[gradients:]]
+            outputs = _tuple(work(*leaves))
+            return lambda: torch.autograd.grad(outputs, leaves, given, retain_graph=True)
+
+        return prepare
+
+    return made
+
+
+def _tuple(results: Any) -> Any:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def liger(name: str) -> Callable[..., Any]:
+    """A function of Liger's; ImportError where it is not installed."""
+    from liger_kernel.transformers import functional  # type: ignore[import-not-found]
+
+    return getattr(functional, name)
+
+
+# --------------------------------------------------------------------------------------------------------------- cases
+
+
+def cross_entropies(s: Sizes, device: torch.device) -> list[Case]:
+    """Losses and the gradient of their weighted sum."""
+    logits = bf16(s.rows, s.v, device=device, scale=3.0)
+    targets = torch.randint(s.v, (s.rows,), device=device)
+    weight = torch.tensor(1 / s.rows, device=device)
+
+    def losses(x: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(x if x.dtype == torch.float64 else x.float(), t, reduction="none")
+
+    def plain(compiled: Compile) -> Side:
+        work = compiled(losses)
+
+        def prepare(x: Tensor, t: Tensor, w: Tensor) -> Callable[[], Results]:
+            leaf = x.detach().requires_grad_()
+
+            def both() -> Results:
+                found = work(leaf, t)
+                (dx,) = torch.autograd.grad(found, leaf, w.to(found.dtype).expand_as(found))
+                return dx, found.detach()
+
+            return both
+
+        return prepare
+
+    def whole(x: Tensor, t: Tensor, w: Tensor) -> Callable[[], Results]:
+        return lambda: (x, cross_entropy.whole(x, t, w, s.v))
+
+    def shard(x: Tensor, t: Tensor, w: Tensor) -> Callable[[], Results]:
+        def work() -> Results:
+            numbers = cross_entropy.shard_numbers(x, t, s.v, 0)
+            return x, cross_entropy.from_numbers(x, t, w, numbers.unsqueeze(0), s.v, 0, s.v)
+
+        return work
+
+    def by_liger() -> Side:
+        loss_of = liger("liger_cross_entropy")
+
+        def prepare(x: Tensor, t: Tensor, w: Tensor) -> Callable[[], Results]:
+            leaf = x.detach().requires_grad_()
+            return lambda: (*torch.autograd.grad(loss_of(leaf, t, reduction="sum"), leaf, w), None)
+
+        return prepare
+
+    inputs, size = (logits, targets, weight), logits.numel()
+    return [
+        Case("cross entropy", ("cross_entropy",), 4 * size, inputs, whole, plain, {"liger": by_liger}),
+        Case(
+            "cross entropy of a shard", ("cross_entropy_stats", "cross_entropy_gradient"), 6 * size, inputs, shard,
+            plain,
+        ),
+        Case(
+            "scale in place", ("scale",), 4 * size, (logits, torch.tensor(-1.0, device=device)),
+            lambda x, factor: lambda: (cross_entropy._SCALE(x, factor), x)[1:],
+            call(lambda x, factor: x.mul_(factor)),
+        ),
+    ]  # fmt: skip
+
+
+def _norm(layer: bool, residual: bool) -> Callable[..., Any]:
+    """Plain: the norm of x, or the sum with the residual and its norm."""
+
+    def work(x: Tensor, *rest: Tensor) -> Any:
+        other, (weight, *bias) = (rest[:1], rest[1:]) if residual else ((), rest)
+        total = x + other[0] if residual else x
+        if residual and total.dtype == torch.float64:
+            total = total + (total.bfloat16().double() - total).detach()  # all sides normalise the rounded sum
+        if layer:
+            y = F.layer_norm(total, weight.shape, weight, bias[0], EPS)
+        else:
+            y = F.rms_norm(total, weight.shape, weight, EPS)
+        return (total, y) if residual else y
+
+    return work
+
+
+def norms(s: Sizes, device: torch.device) -> list[Case]:
+    """RMSNorm and LayerNorm, with the residual addition before them and without."""
+    cases = []
+    x, r, dy, ds = (bf16(s.rows, s.h, device=device) for _ in range(4))
+    weight, bias = 1 + bf16(s.h, device=device, scale=0.2), bf16(s.h, device=device)
+    for layer, residual in ((False, False), (True, False), (False, True), (True, True)):
+        vectors = (weight, bias) if layer else (weight,)
+        name = f"{'LayerNorm' if layer else 'RMSNorm'}{' + residual' if residual else ''}"
+        size, inputs = x.numel(), (x, *((r,) if residual else ()), *vectors)
+        cases.append(
+            Case(
+                f"{name}, forward", ("norm",), (8 if residual else 4) * size, inputs, _norm_forward(layer, residual),
+                call(_norm(layer, residual)), {} if residual else {"liger": _liger_norm(layer, backward=False)},
+            )
+        )  # fmt: skip
+        cases.append(
+            Case(
+                f"{name}, backward", ("norm_backward", "add_parts"), (8 if residual else 6) * size,
+                (*((ds,) if residual else ()), dy, *inputs), _norm_backward(layer, residual),
+                gradient_of(_norm(layer, residual), 2 if residual else 1),
+                {} if residual else {"liger": _liger_norm(layer, backward=True)},
+            )
+        )  # fmt: skip
+    return cases
+
+
+def _norm_forward(layer: bool, residual: bool) -> Side:
+    def prepare(x: Tensor, *rest: Tensor) -> Callable[[], Results]:
+        other, (weight, *bias) = (rest[0], rest[1:]) if residual else (None, rest)
+
+        def work() -> Results:
+            done = norm.forward(x, weight, bias[0] if bias else None, EPS, layer, other)
+            return (done.sum, done.y) if residual else (done.y,)
+
+        return work
+
+    return prepare
+
+
+def _norm_backward(layer: bool, residual: bool) -> Side:
+    def prepare(*inputs: Tensor) -> Callable[[], Results]:
+        ds, (dy, x, *rest) = (inputs[0], inputs[1:]) if residual else (None, inputs)
+        other, (weight, *bias) = (rest[0], rest[1:]) if residual else (None, rest)
+        done = norm.forward(x, weight, bias[0] if bias else None, EPS, layer, other)
+        gradients = [torch.empty(weight.numel(), device=x.device) for _ in range(1 + layer)]
+
+        def work() -> Results:
+            dbias = gradients[1] if layer else None
+            dx = norm.backward(dy, done, weight, gradients[0], dbias, add=False, residual=ds)
+            return (dx, *((dx,) if residual else ()), *gradients)  # x and the residual have one gradient
+
+        return work
+
+    return prepare
+
+
+def _liger_norm(layer: bool, backward: bool) -> Callable[[], Side]:
+    def made() -> Side:
+        work = liger("liger_layer_norm" if layer else "liger_rms_norm")
+        # in_place=False: its backward would write over the gradient that is given again.
+        ours = (lambda x, w, b: work(x, w, b, EPS)) if layer else (lambda x, w: work(x, w, EPS, in_place=False))
+        return (gradient_of(ours, 1) if backward else call(ours))(lambda same: same)
+
+    return made
+
+
+def activations(s: Sizes, device: torch.device) -> list[Case]:
+    """SwiGLU, and GELU with a bias."""
+    both, dout, x, bias = (
+        bf16(s.rows, 2 * s.f, device=device), bf16(s.rows, s.f, device=device), bf16(s.rows, s.f, device=device),
+        bf16(s.f, device=device),
+    )  # fmt: skip
+    size = dout.numel()
+
+    def gelu_backward(dy: Tensor, x: Tensor, b: Tensor) -> Callable[[], Results]:
+        db = torch.empty(b.numel(), device=b.device)
+        return lambda: (activation.gelu_backward(dy, x, b, db), db)
+
+    def liger_forward() -> Side:
+        work = liger("liger_swiglu")
+
+        def prepare(gate_up: Tensor) -> Callable[[], Results]:
+            gate, up = (half.contiguous() for half in gate_up.chunk(2, -1))
+            return lambda: (work(gate, up),)
+
+        return prepare
+
+    return [
+        Case(
+            "SwiGLU, forward", ("swiglu",), 6 * size, (both,), lambda x: lambda: (activation.swiglu(x),),
+            call(activation.swiglu_reference), {"liger": liger_forward},
+        ),
+        Case(
+            "SwiGLU, backward", ("swiglu_backward",), 10 * size, (dout, both),
+            lambda dy, x: lambda: (activation.swiglu_backward(dy, x),), gradient_of(activation.swiglu_reference, 1),
+        ),
+        Case(
+            "GELU + bias, forward", ("gelu",), 4 * size, (x, bias), lambda x, b: lambda: (activation.gelu(x, b),),
+            call(activation.gelu_reference),
+        ),
+        Case(
+            "GELU + bias, backward", ("gelu_backward", "add_parts"), 6 * size, (dout, x, bias), gelu_backward,
+            gradient_of(activation.gelu_reference, 1),
+        ),
+    ]  # fmt: skip
+
+
+def dropouts(s: Sizes, device: torch.device) -> list[Case]:
+    """Dropout with bias and residual. torch's has another mask."""
+    length = s.rows // s.sequences
+    x, residual = (bf16(length, s.sequences, s.h, device=device) for _ in range(2))
+    bias = bf16(s.h, device=device)
+    draw = dropout.Draw(1, "blocks.0.mlp.dropout", 2, torch.arange(s.sequences, device=device), 0, 0.1)
+    return [
+        Case(
+            "dropout + bias + residual", ("dropout",), 6 * x.numel(), (x, bias, residual),
+            lambda x, b, r: lambda: (dropout.dropout(x, draw, b, r),),
+            call(lambda x, b, r: r + F.dropout(x + b, 0.1)), comparable=False,
+            truth=lambda x, b, r: lambda: (dropout.reference(x, draw, b, r),),
+        ),
+    ]  # fmt: skip
+
+
+def updates(s: Sizes, device: torch.device) -> list[Case]:
+    """AdamW on a slice, with a bf16 gradient and a bf16 copy."""
+    p, m, v = (torch.randn(s.n, device=device) for _ in range(3))
+    g, out = bf16(s.n, device=device), bf16(s.n, device=device)
+    scalars = [torch.tensor(x, dtype=torch.float64, device=device) for x in (1e-3, 3.0, 0.5, 0.0)]
+    rule, now = adam.Adam(), StepScalars(*scalars)
+
+    def ours(p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor) -> Callable[[], Results]:
+        def work() -> Results:
+            adam.call_cuda(
+                p, m, v, g, out, now.lr, now.step, now.scale, now.skip, rule.beta1, rule.beta2, rule.eps, 0.1
+            )
+            return p, m, v, out
+
+        return work
+
+    def formulas(p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor) -> Results:
+        adam.reference(p, g, m, v, now, rule, 0.1)
+        out.copy_(p)
+        return p, m, v, out
+
+    def fused() -> Side:
+        def prepare(p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor) -> Callable[[], Results]:
+            def work() -> Results:
+                adam.adamw_(p, g, m, v, now, rule, 0.1)
+                out.copy_(p)
+                return p, m, v, out
+
+            return work
+
+        return prepare
+
+    inputs = (p, 0.1 * m, 0.01 * v.square(), g, out)
+    return [Case("AdamW", ("adamw",), 28 * s.n, inputs, ours, call(formulas), {"torch fused": fused})]
+
+
+def sums_of(s: Sizes, device: torch.device) -> list[Case]:
+    """Sums of squares, and over rows."""
+    x, rows = torch.randn(s.n, device=device), bf16(s.rows, s.f, device=device)
+
+    def columns(x: Tensor) -> Callable[[], Results]:
+        out = torch.empty(x.shape[1], device=x.device)
+
+        def work() -> Results:
+            sums.column_sums(x, out, add=False)
+            return (out,)
+
+        return work
+
+    return [
+        Case(
+            "sum of squares", ("square_sum",), 4 * s.n, (x,), lambda x: lambda: (sums.square_sum(x),),
+            call(lambda x: torch.linalg.vector_norm(x).square()),
+        ),
+        Case(
+            "sums over rows", ("column_sums", "add_parts"), 2 * rows.numel(), (rows,), columns,
+            call(lambda x: x.sum(0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)),
+        ),
+    ]  # fmt: skip
+
+
+def rotaries(s: Sizes, device: torch.device) -> list[Case]:
+    """Rotary positions of as many queries as keys."""
+    length, heads = s.rows // s.sequences, 2 * (s.h // s.d)
+    x = bf16(length * s.sequences, heads * s.d, device=device)
+
+    def parts(x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = x.view(length, s.sequences, heads, s.d).chunk(2, 2)
+        return q, k
+
+    def ours(x: Tensor) -> Callable[[], Results]:
+        def work() -> Results:
+            rotary.turn_(x, s.sequences, heads, s.d, THETA)
+            return parts(x)
+
+        return work
+
+    def by_liger() -> Side:
+        turn = liger("liger_rope")
+
+        def prepare(x: Tensor) -> Callable[[], Results]:
+            q, k = (part.transpose(0, 1).contiguous().transpose(1, 2) for part in parts(x))  # [b a s d]
+            angle = rotary.angles(length, s.d, THETA, x.device).repeat(1, 2).unsqueeze(0).to(x.dtype)
+            cosines, sines = angle.cos(), angle.sin()
+            return lambda: tuple(part.permute(2, 0, 1, 3) for part in turn(q, k, cosines, sines))
+
+        return prepare
+
+    def plain(x: Tensor) -> Results:
+        return tuple(rotary.reference(part, THETA).to(x.dtype) for part in parts(x))
+
+    return [Case("rotary positions", ("rotary",), 4 * x.numel(), (x,), ours, call(plain), {"liger": by_liger})]
+
+
+def quantisations(s: Sizes, device: torch.device) -> list[Case]:
+    """To 8 and 4 bits and back, the latter a sum over 8 ranks."""
+    cases, ranks = [], 8
+    x = bf16(s.blocks * quantise.BLOCK, device=device)
+    for bits in quantise.TOPS:
+        whole, scales = quantise.quantise_reference(x.float(), bits)
+        q = _packed(whole, bits).expand(ranks, -1, -1).contiguous()
+        spread = scales * torch.linspace(0.5, 2, ranks, device=device).view(-1, 1)
+        cases += [
+            Case(
+                f"quantise to {bits} bits", ("quantise",), x.numel() * (16 + bits) // 8, (x,),
+                lambda x, bits=bits: lambda: quantise.quantise(x, bits),
+                call(lambda x, bits=bits: quantise.quantise_reference(_wide(x), bits)),
+                seen=lambda results, bits=bits: (results[1], _worst(x, results[0], results[1], bits)),
+            ),
+            Case(
+                f"sum of {ranks} dequantised, {bits} bits", ("dequantise",), x.numel() * (16 + ranks * bits) // 8,
+                (q, spread), lambda q, scales, bits=bits: lambda: (quantise.dequantise(q, scales, bits),),
+                call(lambda q, scales, bits=bits: quantise.dequantise_reference(q, scales, bits)),
+            ),
+        ]  # fmt: skip
+    return cases
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _packed(whole: Tensor, bits: int) -> Tensor:
+    """Whole numbers int8 [k 256] as the kernel packs them."""
+    if bits == 8:
+        return whole.view(torch.uint8)
+    low, high = (part & 15 for part in whole.unflatten(-1, (-1, 2)).unbind(-1))
+    return (low | high << 4).view(torch.uint8)
+
+
+def _worst(x: Tensor, whole: Any, scales: Any, bits: int) -> Tensor:
+    """The largest error of quantised numbers, in parts of their scale: half of it, whichever way a tie goes."""
+    found = quantise.unpacked(whole, bits) if whole.dtype == torch.uint8 else whole
+    return (found - x.view(-1, quantise.BLOCK).to(scales.dtype) / scales.view(-1, 1)).abs().max()
+
+
+# Makers, and not cases: one set of inputs is alive at a time.
+FAMILIES = (cross_entropies, norms, activations, dropouts, updates, sums_of, rotaries, quantisations)
+
+
+def sizes_for(memory: int) -> Sizes:
+    """Large, or with fewer rows where a GPU has less than 40 GB."""
+    rows = LARGE.rows if memory > 40e9 else LARGE.rows // 4
+    return Sizes(rows, *(getattr(LARGE, name) for name in ("sequences", "h", "f", "v", "d", "n", "blocks")))
+
+
+# Relative: two roundings to bf16; sums in fp32, which differ by their order.
+_LIMITS = {torch.bfloat16: 2.0**-7, torch.float32: 1e-4, torch.float64: 1e-5}
+_OTHERS = {**_LIMITS, torch.bfloat16: 2.0**-5}  # others may add up in bf16, as eager LayerNorm's backward on a CPU does
+
+
+def limit_of(result: Tensor, ours: bool) -> float:
+    """How far a result may be from the truth, ||result - truth|| / ||truth||."""
+    return (_LIMITS if ours else _OTHERS)[result.dtype]

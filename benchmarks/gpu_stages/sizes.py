@@ -1,0 +1,109 @@
+"""threed on one GPU in bf16: right to bf16's precision, tokens/s and model FLOPs utilisation of three models.
+
+    python -m benchmarks.gpu_stages.sizes --sizes small     # one of them
+
+The check compares losses of a small model with the same training on the CPU in fp32; the timing feeds random tokens,
+which cost what real ones do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from benchmarks import reference
+from benchmarks.gpu_stages.record import NOT_MEASURED
+from benchmarks.gpu_stages.stage import Stage, main
+from benchmarks.gpu_stages.step import free, peak_of
+from benchmarks.reference import GPTConfig
+from benchmarks.trainer import make_trainer, renamed
+from threed.engine import Engine
+from threed.topology import Topology
+
+# name: shapes, sequences in a step, sequences in a micro-batch
+SIZES = {
+    "small": (GPTConfig(12, 768, 12, 1024, 50304), 32, 16),
+    "medium": (GPTConfig(24, 1024, 16, 1024, 50304), 16, 8),
+    "xl": (GPTConfig(48, 1600, 25, 1024, 50304), 8, 4),
+}
+TINY = (GPTConfig(2, 64, 4, 64, 512), 4, 2)
+TOLERANCE = 0.02  # relative, on the loss of 5 steps: bf16 keeps 8 bits
+
+
+def trainer(config: GPTConfig, device: torch.device, dtype: str, batch: int, micro: int) -> Engine:
+    """threed alone on a device."""
+    settings = {
+        "precision": {"dtype": dtype},
+        "train": {"global_batch": batch, "micro_batch": micro, "grad_clip": 1.0},
+    }
+    return make_trainer(config, Topology(device=device), settings)
+
+
+def check(stage: Stage) -> float:
+    """The largest relative difference of the losses of 5 steps, the device in bf16 against the CPU in fp32."""
+    config = TINY[0] if stage.small else GPTConfig(4, 256, 4, 128, 1024)
+    losses = []
+    for device, dtype in ((torch.device("cpu"), "fp32"), (stage.device, "bf16")):
+        engine = trainer(config, device, dtype, batch=8, micro=4)
+        engine.load_full_state_dict(renamed(reference.initial_weights(config), config.n_head))
+        steps = [engine.step({"tokens": x, "labels": y}) for x, y in reference.batches(config, 5, 8)]
+        losses.append([metrics.loss for metrics in steps])
+    difference = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
+    if not difference <= TOLERANCE:
+        raise AssertionError(f"bf16 on the device differs from fp32 on the CPU by {difference:.3f}: {losses}")
+    return difference
+
+
+def measure(stage: Stage, config: GPTConfig, batch: int, micro: int) -> dict[str, Any]:
+    """Tokens/s, utilisation and peak memory of one size."""
+    free()
+    if stage.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    engine = trainer(config, stage.device, "bf16", batch, micro)
+    ids = torch.randint(config.vocab, (batch, config.seq_len + 1), device=stage.device)
+    data = {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+    seconds = []
+    warm_up, timed = (1, 2) if stage.small else (3, 10)
+    for number in range(warm_up + timed):
+        wait(stage)
+        begin = time.perf_counter()
+        engine.step(data)
+        wait(stage)
+        if number >= warm_up:
+            seconds.append(time.perf_counter() - begin)
+    rate, peak = batch * config.seq_len / statistics.median(seconds), peak_of(stage)
+    tflops = rate * config.flops_per_token() / 1e12
+    return {
+        "parameters": config.parameters, "tokens_per_s": rate, "low_s": min(seconds), "high_s": max(seconds),
+        "tflops": tflops, "mfu": tflops / peak if peak else NOT_MEASURED,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if stage.cuda else NOT_MEASURED,
+    }  # fmt: skip
+
+
+def wait(stage: Stage) -> None:
+    """Returns when the device has done what it was told."""
+    if stage.cuda:
+        torch.cuda.synchronize()
+
+
+def run(stage: Stage) -> None:
+    stage.put(difference_from_fp32=check(stage))
+    found: dict[str, Any] = {}
+    for name in ("small",) if stage.small else stage.args.sizes:
+        if stage.has_time(30):
+            found[name] = measure(stage, *(TINY if stage.small else SIZES[name]))
+        else:
+            found[name] = {"note": f"{NOT_MEASURED}: no time"}
+        stage.put(sizes=found)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+
+
+if __name__ == "__main__":
+    main("sizes", run, options)
