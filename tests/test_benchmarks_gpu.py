@@ -170,7 +170,9 @@ def test_an_interrupt_ends_the_stage_and_is_recorded(tmp_path: Path, plan: Any) 
     plan("hangs")
     out = tmp_path / "out"
     code = (
+        "import signal\n"
         "from benchmarks import gpu\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in what a shell runs behind itself
         "try:\n"
         f"    gpu.conduct(gpu.parse(['--out', {str(out)!r}]), [gpu.Planned('hangs', '', 2, 60, 'fake_hangs')])\n"
         "except KeyboardInterrupt:\n"
