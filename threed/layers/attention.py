@@ -20,6 +20,7 @@ from threed.layers.linear import ColumnLinear, RowLinear
 from threed.layers.norm import RMSNorm
 from threed.layers.recompute import Recompute
 from threed.layers.slicing import Slicing
+from threed.layers.tape import may_run, runs
 from threed.ops import rotary
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -79,6 +80,7 @@ def _warn_unless_fused(
         )
 
 
+@runs
 class Attention(nn.Module):
     """x [s b h] -> [s b h] (both [s/t b h] when sequences are cut).
 
@@ -125,8 +127,12 @@ class Attention(nn.Module):
         know."""
         return 4 * tokens * seq * self.heads * self.d if self.core is attend else None
 
+    def can_run(self) -> bool:
+        """Whether its linear layers can run by themselves, before and after `heads_attend`, with nothing recomputed."""
+        return type(self.recompute) is Recompute and may_run(self.qkv) and may_run(self.out)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.recompute.run("attention", self._attend, *self._project(x)))
+        return self.out(self.recompute.run("attention", self.heads_attend, *self._project(x)))
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values in one tensor [s b (a+2k)/t d]; queries and the others where these are shared."""
@@ -137,7 +143,7 @@ class Attention(nn.Module):
         x = self.recompute.run("norm", self.slicing.gather, x) if again else self.slicing.gather(x)
         return self.query(x), self.key_value(x)
 
-    def _attend(self, *projected: Tensor) -> Tensor:
+    def heads_attend(self, *projected: Tensor) -> Tensor:
         """Heads' norms, rotary positions and the core -> [s b (a/t d)]."""
         (first, *rest) = projected
         if not rest and self._turns_in_place(first):

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threed import rng
 from threed.layers.slicing import MicroBatch, Slicing
+from threed.layers.tape import Tape, runs
 from threed.ops import dropout as ops
 
 
+@runs
 class Dropout(nn.Module):
     """Zeroes elements of an activation between blocks with probability p and scales the rest by 1 / (1 - p).
 
@@ -24,21 +25,42 @@ class Dropout(nn.Module):
         super().__init__()
         self.name, self.p, self.slicing = name, p, slicing
 
+    def can_run(self) -> bool:
+        """Always."""
+        return True
+
+    def run(self, x: Tensor, tape: Tape, micro: MicroBatch) -> Tensor:
+        """The layer on a tape."""
+        if self.p == 0 or not micro.training:
+            return x
+        draw = self._draw(x, self._samples(micro), micro.step)
+        if ops.fits(x):
+            tape.note(lambda dy: ops.dropout(dy.contiguous(), draw))
+            return ops.dropout(x, draw)
+        keep, scale = draw.mask(x), draw.scale
+        tape.note(lambda dy, keep: dy * scale * keep, keep)
+        return x * keep * scale
+
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         if self.p == 0 or not micro.training:
             return x
+        samples = self._samples(micro)
+        if self.opaque is not None and torch.compiler.is_compiling():
+            traced: Tensor = torch.ops.threed.drop(x, samples, micro.step, self.opaque)
+            return traced
+        return self.drop(x, samples, micro.step)
+
+    def _samples(self, micro: MicroBatch) -> Tensor:
         if micro.samples is None:
             raise ValueError(f"{self.name}: dropout needs the micro-batch's global sample indices")
-        if self.opaque is not None and torch.compiler.is_compiling():
-            traced: Tensor = torch.ops.threed.drop(x, micro.samples, micro.step, self.opaque)
-            return traced
-        return self.drop(x, micro.samples, micro.step)
+        return micro.samples
 
     def drop(self, x: Tensor, samples: Tensor, step: int) -> Tensor:
         """Dropout of x, whose columns [b] are these global samples (int64)."""
+        draw = self._draw(x, samples, step)
+        return ops.fused(x, draw) if ops.fits(x) else x * draw.mask(x) * draw.scale
+
+    def _draw(self, x: Tensor, samples: Tensor, step: int) -> ops.Draw:
         length = x.shape[0] * (self.slicing.tp.size if self.slicing.sequence_parallel else 1)
-        rows, width = self.slicing.sequence_range(length), x.shape[-1]
-        if ops.fits(x):
-            return ops.fused(x, ops.Draw(self.slicing.seed, self.name, step, samples, rows[0], self.p))
-        keep = rng.keep_mask(self.slicing.seed, self.name, step, samples, rows, (0, width), width, self.p)
-        return x * keep * (1.0 / (1.0 - self.p))
+        first, _ = self.slicing.sequence_range(length)
+        return ops.Draw(self.slicing.seed, self.name, step, samples, first, self.p)

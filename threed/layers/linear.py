@@ -13,6 +13,7 @@ With `Slicing.tile` this rank's matrix is cut by rows again, into tiles that are
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from threed import collectives
 from threed.collectives import split
 from threed.layers.slicing import Slicing, bias_gradient, for_autograd, weight_gradient
+from threed.layers.tape import Tape, apply, runs
 from threed.layers.tiled import LOCAL, add_weight, tiled_linear, tiles_of
 from threed.ops import launch, matmul
 from threed.sharding import ShardSpec, matrix, parameter, vector
@@ -67,11 +69,23 @@ def gradients(
     return dx if pending is None else pending.wait(), dw, db
 
 
+def run(x: Tensor, tape: Tape, weight: Tensor, bias: Tensor | None, axis: Axis, gather: bool) -> Tensor:
+    """The same on a tape; the parameters have sinks."""
+
+    def back(dy: Tensor, x: Tensor, shown: Tensor) -> Tensor:
+        dx = gradients(dy, x, shown, (weight, bias), (axis, gather), True)[0]
+        assert dx is not None
+        return dx
+
+    if gather and axis.size > 1:
+        x = collectives.all_gather(x, axis)
+    tape.note(back, x, weight)
+    return matmul.linear(x, weight, bias)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, axis: Axis = LOCAL, gather: bool = False) -> Tensor:
     """x [... in] -> [... out], with this layer's f on `axis`; weight [out in] may be a slice of a larger one."""
-    # Past Function.apply, which looks for functorch's wrappers for 3 µs; they have no part in this.
-    apply = super(torch.autograd.Function, _Linear).apply
-    out: Tensor = apply(x, *for_autograd(x, weight, bias), axis, gather, (weight, bias))
+    out: Tensor = apply(_Linear, x, *for_autograd(x, weight, bias), axis, gather, (weight, bias))
     return out
 
 
@@ -86,6 +100,12 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
         return dy, bias_gradient(ctx.bias, dy.contiguous().flatten(0, -2)) if ctx.needs_input_grad[1] else None
+
+
+def _back_of_bias(bias: Tensor, dy: Tensor) -> Tensor:
+    if bias.requires_grad:
+        bias_gradient(bias, dy.contiguous().flatten(0, -2))
+    return dy
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +141,14 @@ class Product(nn.Module):
             return linear(x, weight, bias, self.axis, self.gather)
         return tiled_linear(x, tiles_of(self), bias, self.axis, self.gather)
 
+    def can_run(self) -> bool:
+        """Whether the weight is one, not tiles."""
+        return "weight" in self._parameters
+
+    def run(self, x: Tensor, tape: Tape) -> Tensor:
+        """The layer on a tape."""
+        return run(x, tape, self._parameters["weight"], self._parameters.get("bias"), self.axis, self.gather)
+
     def _traced_product(self, by: Traced, x: Tensor, bias: Tensor | None) -> Tensor:
         parts = self.axis.size if self.gather else 1
         whole = torch.ops.threed.gather_from(x.detach(), parts, by.axis) if self.gather else x
@@ -129,6 +157,7 @@ class Product(nn.Module):
         return out
 
 
+@runs
 class ColumnLinear(Product):
     """A linear layer cut by outputs: x [s b h] (or [s/t b h] when sequences are cut) -> [s b out/t].
 
@@ -158,6 +187,7 @@ class ColumnLinear(Product):
         return self.product(x, self.bias)
 
 
+@runs
 class RowLinear(Product):
     """A linear layer cut by inputs: x [s b in/t] -> [s b out] (or [s/t b out] when sequences are cut).
 
@@ -176,6 +206,23 @@ class RowLinear(Product):
         add_weight(self, ShardSpec((piece,)), (outputs, last - first), slicing.tile)
         self.bias = parameter(slicing.shared(vector(f"{name}.bias", outputs)), (outputs,)) if bias else None
 
+    def run(self, x: Tensor, tape: Tape) -> Tensor:
+        """The layer on a tape."""
+        tp = self.slicing.tp
+        if tp.size == 1:
+            return super().run(x, tape)
+        y = run(x, tape, self._parameters["weight"], None, self.axis, self.gather)
+        if self.slicing.sequence_parallel:
+            y = collectives.reduce_scatter(y, tp)
+            tape.note(lambda dy: collectives.all_gather(dy, tp))
+        else:
+            y = collectives.all_reduce(y, tp)
+        bias = self._parameters.get("bias")
+        if bias is None:
+            return y
+        tape.note(functools.partial(_back_of_bias, bias))
+        return y + bias
+
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias
         if self.slicing.tp.size == 1:
@@ -187,6 +234,7 @@ class RowLinear(Product):
         return added
 
 
+@runs
 class ReplicatedLinear(Product):
     """A linear layer that every tensor rank holds whole, without communication: x [... in] -> [... out].
 

@@ -14,23 +14,30 @@ from torch import Tensor, nn
 from threed.layers.linear import ColumnLinear, RowLinear
 from threed.layers.recompute import Recompute
 from threed.layers.slicing import Slicing
+from threed.layers.tape import Tape, may_run, runs
 from threed.ops import activation as activation_ops
 
 
 def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form."""
-    y = activation_ops.fused_gelu(x)
-    return F.gelu(x, approximate="tanh") if y is None else y
+    return activation_ops.apply("gelu", x)
 
 
 def gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
     """activation(gate) * up: [... 2f] -> [... f]."""
-    if activation is F.silu and (y := activation_ops.fused_swiglu(gate_up)) is not None:
-        return y
+    if activation is F.silu:
+        return activation_ops.apply("swiglu", gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return activation(gate) * up
 
 
+def _run(name: str, x: Tensor, tape: Tape) -> Tensor:
+    by = activation_ops.pair(name, x)
+    tape.note(by.backward, x)
+    return by.forward(x)
+
+
+@runs
 class MLP(nn.Module):
     """down(activation(up(x))): x [s b h] -> [s b h] (both [s/t b h] when sequences are cut).
 
@@ -48,10 +55,20 @@ class MLP(nn.Module):
         self.up = ColumnLinear(name, hidden, [("up", ffn)], slicing, std=std, bias=bias)
         self.down = RowLinear(f"{name}.down", ffn, hidden, slicing, std=out_std, bias=bias)
 
+    def can_run(self) -> bool:
+        """Whether its activation is GELU, and saved as all else."""
+        known = self.activation is gelu and type(self.recompute) is Recompute
+        return known and may_run(self.up) and may_run(self.down)
+
+    def run(self, x: Tensor, tape: Tape) -> Tensor:
+        """The layer on a tape."""
+        return self.down.run(_run("gelu", self.up.run(x, tape), tape), tape)
+
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.recompute.run("activation", self.activation, self.recompute.column(self.up, x)))
 
 
+@runs
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202): x [s b h] -> [s b h]; gate and up are one matmul.
 
@@ -68,6 +85,15 @@ class GatedMLP(nn.Module):
         self.activation = activation
         self.gate_up = ColumnLinear(name, hidden, [("gate", ffn), ("up", ffn)], slicing, std=std, bias=bias)
         self.down = RowLinear(f"{name}.down", ffn, hidden, slicing, std=out_std, bias=bias)
+
+    def can_run(self) -> bool:
+        """Whether its activation is SiLU, and saved as all else."""
+        known = self.activation is F.silu and type(self.recompute) is Recompute
+        return known and may_run(self.gate_up) and may_run(self.down)
+
+    def run(self, x: Tensor, tape: Tape) -> Tensor:
+        """The layer on a tape."""
+        return self.down.run(_run("swiglu", self.gate_up.run(x, tape), tape), tape)
 
     def forward(self, x: Tensor) -> Tensor:
         product = functools.partial(gated, self.activation)

@@ -5,13 +5,15 @@ partial, of both: as in `Slicing.shared`; True for a norm over heads, of which a
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threed.layers.slicing import Slicing, VectorGradient, for_autograd
+from threed.layers.slicing import Slicing, VectorGradient, for_autograd, sink_of
+from threed.layers.tape import Tape, runs
 from threed.ops import launch, norm
 from threed.sharding import parameter, vector
 
@@ -25,31 +27,69 @@ class _Fused(torch.autograd.Function):
         ctx: Any, x: Tensor, residual: Tensor | None, shown_weight: Tensor | None, shown_bias: Tensor | None,
         params: tuple[Tensor, Tensor | None], eps: float, layer: bool, both: bool,
     ) -> Any:  # fmt: skip
-        rows, (weight, bias) = x.view(-1, x.shape[-1]), params
-        done = norm.forward(rows, weight, bias, eps, layer, None if residual is None else residual.view_as(rows))
-        ctx.save_for_backward(done.sum, weight, done.scales, *([done.means] if done.means is not None else []))
+        total, y, saved = _forward(x, residual, params, eps, layer)
+        ctx.save_for_backward(*saved)
         ctx.params, ctx.added = params, residual is not None
-        y = done.y.view_as(x)
-        return (done.sum.view_as(x), y) if both else y
+        return (total, y) if both else y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        total, weight, scales, *means = ctx.saved_tensors
-        *dsum, dy = (g.contiguous().view_as(total) for g in gradients)
-        done = norm.Normalised(total, total, means[0] if means else None, scales)
-        weight_param, bias_param = ctx.params
-        dweight, dbias = VectorGradient(weight_param), None if bias_param is None else VectorGradient(bias_param)
-        dx = norm.backward(
-            dy, done, weight, dweight.out, dbias.out if dbias else None, add=dweight.add,
-            add_bias=dbias is not None and dbias.add, residual=dsum[0] if dsum else None,
-        ).view_as(gradients[0])  # fmt: skip
-        return dx, dx if ctx.added else None, dweight.done(), dbias and dbias.done(), None, None, None, None
+        *dsum, dy = gradients
+        dx, *of_params = _backward(ctx.params, dy, dsum[0] if dsum else None, *ctx.saved_tensors)
+        return dx, dx if ctx.added else None, *of_params, None, None, None, None
+
+
+def _forward(
+    x: Tensor, residual: Tensor | None, params: tuple[Tensor, Tensor | None], eps: float, layer: bool
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """x + residual, its norm, and what the backward needs."""
+    rows, (weight, bias) = x.view(-1, x.shape[-1]), params
+    done = norm.forward(rows, weight, bias, eps, layer, None if residual is None else residual.view_as(rows))
+    means = () if done.means is None else (done.means,)
+    return done.sum.view_as(x), done.y.view_as(x), (done.sum, weight, done.scales, *means)
+
+
+def _backward(
+    params: tuple[Tensor, Tensor | None], dy: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor,
+    scales: Tensor, *means: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of the sum, where dsum comes past the norm, and of weight and bias where they have no sink."""
+    rows, residual = dy.contiguous().view_as(total), None if dsum is None else dsum.contiguous().view_as(total)
+    done = norm.Normalised(total, total, means[0] if means else None, scales)
+    dweight, dbias = VectorGradient(params[0]), None if params[1] is None else VectorGradient(params[1])
+    dx = norm.backward(
+        rows, done, weight, dweight.out, dbias.out if dbias else None, add=dweight.add,
+        add_bias=dbias is not None and dbias.add, residual=residual,
+    )  # fmt: skip
+    return dx.view_as(dy), dweight.done(), dbias and dbias.done()
 
 
 def _fused(
     x: Tensor, residual: Tensor | None, params: tuple[Tensor, Tensor | None], eps: float, layer: bool, both: bool
 ) -> Any:
     return _Fused.apply(x, residual, *for_autograd(x, *params), params, eps, layer, both)
+
+
+def _run(
+    x: Tensor, residual: Tensor | None, tape: Tape, params: tuple[Tensor, Tensor | None], eps: float, layer: bool
+) -> tuple[Tensor, Tensor]:
+    total, y, saved = _forward(x, residual, params, eps, layer)
+    tape.note(lambda dy, dsum, *saved: _backward(params, dy, dsum, *saved)[0], *saved)
+    return total, y
+
+
+def _back_of_layer_norm(
+    params: tuple[Tensor, Tensor | None], dy: Tensor, dsum: Tensor | None, x: Tensor, means: Tensor, scales: Tensor,
+    weight: Tensor, bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    wanted = [param is not None and param.requires_grad for param in params]
+    dx, *found = torch.ops.aten.native_layer_norm_backward(
+        dy, x, weight.shape, means, scales, weight, bias, [True, *wanted]
+    )
+    for param, gradient in zip(params, found, strict=True):
+        if param is not None and param.requires_grad and (sink := sink_of(param)) is not None:
+            sink.add(gradient)
+    return dx if dsum is None else dx.add_(dsum)
 
 
 def sum_and_norm(module: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -62,6 +102,7 @@ def sum_and_norm(module: nn.Module, x: Tensor, residual: Tensor | None = None) -
     return total, module(total)
 
 
+@runs
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension: [... h] -> [... h]."""
 
@@ -88,6 +129,25 @@ class LayerNorm(nn.Module):
         """The norm of x + residual by our kernel; if `both`, the sum before it."""
         return _fused(x, residual, (self.weight, self.bias), self.eps, True, both)
 
+    def can_run(self) -> bool:
+        """Always."""
+        return True
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `run` takes x: always."""
+        return True
+
+    def run(self, x: Tensor, tape: Tape, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x + residual and its norm, on a tape: a step of two gradients, of the norm and, or None, of the sum."""
+        params = (self._parameters["weight"], self._parameters.get("bias"))
+        if self.fits(x):
+            return _run(x, residual, tape, params, self.eps, True)
+        total = x if residual is None else x + residual
+        y, means, scales = torch.native_layer_norm(total, (self.width,), *params, self.eps)
+        shown = params[:1] if params[1] is None else params
+        tape.note(functools.partial(_back_of_layer_norm, params), total, means, scales, *shown)
+        return total, y
+
     def forward(self, x: Tensor) -> Tensor:
         if self.fits(x):
             y: Tensor = self.fused(x, None, both=False)
@@ -95,6 +155,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
 
 
+@runs
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467): [... h] -> [... h]."""
 
@@ -117,6 +178,18 @@ class RMSNorm(nn.Module):
     def fused(self, x: Tensor, residual: Tensor | None, *, both: bool) -> Any:
         """The norm of x + residual by our kernel; if `both`, the sum before it."""
         return _fused(x, residual, (self.weight, None), self.eps, False, both)
+
+    def can_run(self) -> bool:
+        """Always."""
+        return True
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `run` takes x: our kernel must, for torch's RMSNorm is several operations of autograd's."""
+        return self.fits(x)
+
+    def run(self, x: Tensor, tape: Tape, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x + residual and its norm, on a tape: a step of two gradients, of the norm and, or None, of the sum."""
+        return _run(x, residual, tape, (self._parameters["weight"], None), self.eps, False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fits(x):

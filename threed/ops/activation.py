@@ -6,7 +6,9 @@ the output for SwiGLU, 4 and 6 for GELU.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -125,36 +127,71 @@ def gelu_backward(
     return out
 
 
-class _Fused(torch.autograd.Function):
-    """SwiGLU or GELU of x [... n], which alone is saved."""
+@dataclass(frozen=True)
+class Pair:
+    """A function of x [... n] and its gradient, of dy and x, which alone is saved."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.backward_of = backward
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+def _of_rows(forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor, Tensor], Tensor]) -> Pair:
+    """Of kernels for rows [n ...]."""
+
+    def whole(x: Tensor) -> Tensor:
         y = forward(x.view(-1, x.shape[-1]))
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        rows = x.view(-1, x.shape[-1])
-        return ctx.backward_of(dy.contiguous().view(len(rows), -1), rows).view_as(x), None, None
+    def gradient(dy: Tensor, x: Tensor) -> Tensor:
+        return backward(dy.contiguous().view(-1, dy.shape[-1]), x.view(-1, x.shape[-1])).view_as(x)
+
+    return Pair(whole, gradient)
 
 
-def fused_swiglu(gate_up: Tensor) -> Tensor | None:
-    """silu(gate) * up: [... 2f] -> [... f], by our kernels in both directions; None where they do not take it."""
-    if fused_cpu.fits(gate_up):
-        return _Fused.apply(gate_up, fused_cpu.swiglu, lambda dy, x: fused_cpu.swiglu(x, dy))
-    if fits(gate_up, gate_up.shape[-1] // 2):
-        return _Fused.apply(gate_up, swiglu, swiglu_backward)
-    return None
+def _swiglu_gradient(dy: Tensor, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.cat((torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)), -1)
 
 
-def fused_gelu(x: Tensor) -> Tensor | None:
-    """GELU in its tanh form, [... f], by our kernels in both directions; None where they do not take it."""
+_GPU = {"swiglu": _of_rows(swiglu, swiglu_backward), "gelu": _of_rows(gelu, gelu_backward)}
+_CPU = {
+    "swiglu": Pair(fused_cpu.swiglu, lambda dy, x: fused_cpu.swiglu(x, dy.contiguous())),
+    "gelu": Pair(fused_cpu.gelu, lambda dy, x: fused_cpu.gelu(x, dy.contiguous())),
+}
+_TORCH = {
+    "swiglu": Pair(swiglu_reference, _swiglu_gradient),
+    "gelu": Pair(gelu_reference, functools.partial(torch.ops.aten.gelu_backward, approximate="tanh")),
+}
+
+
+def fused(name: str, x: Tensor) -> Pair | None:
+    """Our kernels for "swiglu" or "gelu" of x; None where there are none that take it."""
     if fused_cpu.fits(x):
-        return _Fused.apply(x, fused_cpu.gelu, lambda dy, x: fused_cpu.gelu(x, dy))
-    if fits(x, x.shape[-1]):
-        return _Fused.apply(x, gelu, gelu_backward)
-    return None
+        return _CPU[name]
+    return _GPU[name] if fits(x, x.shape[-1] // (2 if name == "swiglu" else 1)) else None
+
+
+def pair(name: str, x: Tensor) -> Pair:
+    """The same, or torch's operations."""
+    return fused(name, x) or _TORCH[name]
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: Pair) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.by = by
+        return by.forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.by.backward(dy, *ctx.saved_tensors), None
+
+
+def apply(name: str, x: Tensor) -> Tensor:
+    """GELU in its tanh form [... f] -> [... f], or SwiGLU, silu(gate) * up: [... 2f] -> [... f]; for autograd."""
+    by = fused(name, x)
+    if by is None:
+        return _TORCH[name].forward(x)
+    y: Tensor = _Fused.apply(x, by)
+    return y

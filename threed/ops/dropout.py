@@ -29,12 +29,20 @@ class Draw:
     first: int
     p: float
 
+    @property
+    def scale(self) -> float:
+        """What is left is multiplied by it."""
+        return 1.0 / (1.0 - self.p)
+
+    def mask(self, x: Tensor) -> Tensor:
+        """What is left of x [s b h]: bool, of its shape."""
+        h, rows = x.shape[-1], (self.first, self.first + x.shape[0])
+        return rng.keep_mask(self.seed, self.name, self.step, self.samples, rows, (0, h), h, self.p)
+
 
 def reference(x: Tensor, draw: Draw, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """The same in plain operations: x and residual [s b h], bias [h]."""
-    h, rows = x.shape[-1], (draw.first, draw.first + x.shape[0])
-    keep = rng.keep_mask(draw.seed, draw.name, draw.step, draw.samples, rows, (0, h), h, draw.p)
-    y = (x if bias is None else x + bias) * keep * (1.0 / (1.0 - draw.p))
+    y = (x if bias is None else x + bias) * draw.mask(x) * draw.scale
     return y if residual is None else residual + y
 
 

@@ -111,12 +111,15 @@ class Stage:
         # Units whose graph goes on with the next unit's.
         self._joined = {unit for unit in self._units[:-1] if not apart & {unit, unit + 1}}
         self._open: dict[int, list[Frame]] = {}
+        self._looking = [part for layer in layers for part in layer.modules() if callable(getattr(part, "look", None))]
 
     def _layer(self, unit: int) -> nn.Module:
         return self.layers[unit - self.first]
 
     def reset(self) -> None:
-        """Drops micro-batches without a backward, after an aborted step."""
+        """Begins a step: drops micro-batches without a backward, of an aborted one; layers look at their parts."""
+        for part in self._looking:
+            part.look()
         for frames in self._open.values():
             self._drop(frames)
         self._open.clear()
