@@ -19,9 +19,10 @@ from torch.nn.attention import SDPBackend
 from threed.layers.linear import ColumnLinear, RowLinear
 from threed.layers.norm import RMSNorm
 from threed.layers.recompute import Recompute
+from threed.layers.running import may_run, runs
 from threed.layers.slicing import Slicing
-from threed.layers.tape import may_run, runs
 from threed.ops import rotary
+from threed.ops.tape import Tape
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -78,6 +79,19 @@ def _warn_unless_fused(
             " heads of a multiple of 8 up to 256, and no mask but the causal one have one",
             stacklevel=3,
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _flash_on_cpu(s: int, b: int, d: int, dtype: torch.dtype, enabled: bool) -> bool:
+    """Whether torch takes its fused kernel for such heads on a CPU."""
+    q = torch.empty(b, 1, s, d, dtype=dtype)
+    return bool(torch._fused_sdp_choice(q, q, q, None, 0.0, True) == SDPBackend.FLASH_ATTENTION.value)
+
+
+def _back_of_flash(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logarithms: Tensor) -> Tensor:
+    dy = dy.view(*dy.shape[:2], *(q.shape[i] for i in (1, 3))).permute(1, 2, 0, 3)
+    back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return torch.cat([part.permute(2, 0, 1, 3).flatten(2) for part in back(dy, q, k, v, y, logarithms, 0.0, True)], -1)
 
 
 @runs
@@ -142,6 +156,22 @@ class Attention(nn.Module):
         again = self.slicing.sequence_parallel and not torch.compiler.is_compiling()
         x = self.recompute.run("norm", self.slicing.gather, x) if again else self.slicing.gather(x)
         return self.query(x), self.key_value(x)
+
+    def runs_on(self, x: Tensor) -> bool:
+        """Whether `run` takes x [s b h]: causal attention alone, by torch's fused kernel for CPUs."""
+        plain = self.core is attend and self.rotary is None and self.query_norm is None
+        return plain and self.heads == self.kv_heads and x.device.type == "cpu" and _flash_on_cpu(
+            x.shape[0] * (self.qkv.axis.size if self.qkv.gather else 1), x.shape[1], self.d, x.dtype,
+            torch.backends.cuda.flash_sdp_enabled(),
+        )  # fmt: skip
+
+    def run(self, qkv: Tensor, tape: Tape) -> Tensor:
+        """`heads_attend` of one projection [s b 3ad] on a tape."""
+        s, b, _ = qkv.shape
+        q, k, v = (part.view(s, b, self.heads, self.d).permute(1, 2, 0, 3) for part in qkv.chunk(3, -1))
+        y, logarithms = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        tape.note(_back_of_flash, q, k, v, y, logarithms)
+        return y.permute(2, 0, 1, 3).flatten(2)
 
     def heads_attend(self, *projected: Tensor) -> Tensor:
         """Heads' norms, rotary positions and the core -> [s b (a/t d)]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
 from threed.layers.norm import sum_and_norm
 from threed.layers.recompute import Recompute
+from threed.layers.running import may_run, wanted, watched
 from threed.layers.slicing import MicroBatch, Slicing
-from threed.layers.tape import Tape, apply, may_run, wanted, watched
+from threed.ops.tape import Tape, apply, as_one
 
 
 class Embedding(nn.Module):
@@ -20,6 +22,7 @@ class Embedding(nn.Module):
 
     backward_reads_weights = False
     recomputable = False  # its output is a look-up, and a mask of a byte
+    _on_tape = False
 
     def __init__(
         self, name: str, vocab: int, hidden: int, slicing: Slicing, *, positions: int | None = None,
@@ -36,18 +39,28 @@ class Embedding(nn.Module):
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
         if micro.tokens is None:
             raise ValueError("the first pipeline stage needs the batch's 'tokens' [b s]")
+        if self._on_tape and torch.is_grad_enabled():
+            return as_one(self.word.weight, functools.partial(self._run, tokens=micro.tokens, micro=micro))
         y = self.word(micro.tokens)
         return self.dropout(y if self.position is None else self.position(y), micro)
 
+    def look(self) -> None:
+        """Sees whether its parts can run on a tape in the step that begins."""
+        parts = (self.word, self.dropout, *([] if self.position is None else [self.position]))
+        self._on_tape = all(map(may_run, parts)) and not watched()
 
-class _UpToHeads(torch.autograd.Function):
-    """x -> x, and heads of its norm, projected."""
+    def _run(self, table: Tensor, tape: Tape, tokens: Tensor, micro: MicroBatch) -> Tensor:
+        y = self.word.run(table, tape, tokens)
+        return self.dropout.run(y if self.position is None else self.position.run(y, tape), tape, micro)
+
+
+class _BeforeHeads(torch.autograd.Function):
+    """x -> x, and what heads begin with."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         ctx.tape = tape = Tape()
-        x, y = block.attention_norm.run(x, tape)
-        y = block.attention.qkv.run(y, tape)
+        x, y = block.run_before_heads(x, tape)
         ctx.save_for_backward(*tape.tensors)
         return x.view_as(x), y
 
@@ -58,23 +71,27 @@ class _UpToHeads(torch.autograd.Function):
 
 
 class _AfterHeads(torch.autograd.Function):
-    """What heads found, and x -> the block's output."""
+    """What heads found, and x -> the block's output; or x alone, where heads run on the tape as well."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, block: Block, micro: MicroBatch) -> Tensor:
+    def forward(ctx: Any, y: Tensor | None, x: Tensor, block: Block, micro: MicroBatch) -> Tensor:
         ctx.tape = tape = Tape()
-        y = block.attention_dropout.run(block.attention.out.run(y, tape), tape, micro)
-        x, y = block.mlp_norm.run(y, tape, x)
-        ctx.from_norm = len(tape)
-        y = block.mlp_dropout.run(block.mlp.run(y, tape), tape, micro)
+        if y is None:
+            x, y = block.run_before_heads(x, tape)
+            y = block.attention.run(y, tape)
+        ctx.heads = len(tape)
+        z, ctx.norm = block.run_after_heads(y, x, tape, micro)
         ctx.save_for_backward(*tape.tensors)
-        return x + y
+        return z
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
         back = ctx.tape.rewind(ctx.saved_tensors)
-        dx = back.step(back.to(ctx.from_norm, dy), dy)
-        return back.to(0, dx), dx, None, None
+        dx = back.step(back.to(ctx.norm, dz), dz)
+        dy = back.to(ctx.heads, dx)
+        if ctx.heads:
+            return None, back.step(back.to(1, dy), dx), None, None
+        return dy, dx, None, None
 
 
 class Block(nn.Module):
@@ -102,12 +119,27 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         if self._on_tapes and wanted(x) and self.attention_norm.takes(x) and self.mlp_norm.takes(x):
-            x, y = apply(_UpToHeads, x, self)
-            out: Tensor = apply(_AfterHeads, self.attention.heads_attend(y), x, self, micro)
+            heads = None
+            if not self.attention.runs_on(x):
+                x, y = apply(_BeforeHeads, x, self)
+                heads = self.attention.heads_attend(y)
+            out: Tensor = apply(_AfterHeads, heads, x, self, micro)
             return out
         x, y = self._normed(self.attention_norm, x)
         x, y = self._normed(self.mlp_norm, self.attention_dropout(self.attention(y), micro), x)
         return x + self.mlp_dropout(self.mlp(y), micro)
+
+    def run_before_heads(self, x: Tensor, tape: Tape) -> tuple[Tensor, Tensor]:
+        """x, and what its heads begin with, on a tape; the norm is the first step."""
+        x, y = self.attention_norm.run_sum(x, tape)
+        return x, self.attention.qkv.run(y, tape)
+
+    def run_after_heads(self, y: Tensor, x: Tensor, tape: Tape, micro: MicroBatch) -> tuple[Tensor, int]:
+        """The block's output, of what heads found and x, on a tape; and the tape's length after the norm."""
+        y = self.attention_dropout.run(self.attention.out.run(y, tape), tape, micro)
+        x, y = self.mlp_norm.run_sum(y, tape, x)
+        norm = len(tape)
+        return x + self.mlp_dropout.run(self.mlp.run(y, tape), tape, micro), norm
 
     def _normed(self, norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x + residual, and its norm; where the norm may be computed again, the sum is no part of it."""

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from threed.layers.running import runs
 from threed.layers.slicing import MicroBatch, Slicing
-from threed.layers.tape import Tape, runs
 from threed.ops import dropout as ops
+from threed.ops.tape import Tape
 
 
 @runs
@@ -35,8 +36,7 @@ class Dropout(nn.Module):
             return x
         draw = self._draw(x, self._samples(micro), micro.step)
         if ops.fits(x):
-            tape.note(lambda dy: ops.dropout(dy.contiguous(), draw))
-            return ops.dropout(x, draw)
+            return ops.run(x, tape, draw)
         keep, scale = draw.mask(x), draw.scale
         tape.note(lambda dy, keep: dy * scale * keep, keep)
         return x * keep * scale

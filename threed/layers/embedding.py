@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threed import collectives
 from threed.collectives import split
+from threed.layers.running import runs
 from threed.layers.slicing import Flag, Slicing, sink_of
+from threed.ops.tape import Tape, as_one
 from threed.sharding import Init, Piece, ShardSpec, matrix, parameter
 
 PAD_FROM, PAD_TO = 1024, 128  # rows: below, padding would be a tenth of the table and more
@@ -29,36 +28,29 @@ def vocab_table(name: str, vocab: int, hidden: int, slicing: Slicing, std: float
     return parameter(ShardSpec((piece,), padding=(rows - (last - first)) * hidden), (rows, hidden))
 
 
-class _Lookup(torch.autograd.Function):
-    """Rows of a table for the ids [first, last) that it holds, zero for the others."""
+def _look_up(table: Tensor, tape: Tape, ids: Tensor, held: Tensor | None) -> Tensor:
+    """Rows of a table, zero where it does not have them (`held`, by default it has all): on a tape."""
 
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, table: Tensor, first: int, last: int) -> Tensor:
-        local = ids - first
-        held = (ids >= first) & (ids < last)
-        local = local.masked_fill(~held, 0)
-        ctx.save_for_backward(local, held)
-        ctx.table = table  # the parameter itself has the sink; its values are not read
-        if table.shape[0] == 0:
-            return table.new_zeros(*ids.shape, table.shape[1])
-        return F.embedding(local, table).mul_(held.unsqueeze(-1))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None, None]:
-        local, held = ctx.saved_tensors
-        table = ctx.table
-        if not ctx.needs_input_grad[1]:
-            return None, None, None, None
-        sink = sink_of(table)
+    def back(dy: Tensor, ids: Tensor, *held: Tensor) -> Tensor | None:
+        if not table.requires_grad:
+            return None
         # Off-shard ids add zero to row 0: cheaper than selecting, and free of a size that depends on the data.
-        rows = (dy * held.unsqueeze(-1)).flatten(0, -2)
+        rows = (dy * held[0].unsqueeze(-1) if held else dy).flatten(0, -2)
+        sink = sink_of(table)
         if sink is not None:
-            sink.add_rows(local.flatten(), rows)
-            return None, None, None, None
+            sink.add_rows(ids.flatten(), rows)
+            return None
         grad = torch.zeros_like(table)
-        return None, grad.index_add_(0, local.flatten(), rows) if table.shape[0] else grad, None, None
+        return grad.index_add_(0, ids.flatten(), rows) if table.shape[0] else grad
+
+    tape.note(back, ids, *([] if held is None else [held]))
+    if table.shape[0] == 0:
+        return table.new_zeros(*ids.shape, table.shape[1])
+    rows = F.embedding(ids, table)
+    return rows if held is None else rows.mul_(held.unsqueeze(-1))
 
 
+@runs
 class VocabEmbedding(nn.Module):
     """Token ids [b s] -> word vectors [s b h] (or [s/t b h] when sequences are cut)."""
 
@@ -73,13 +65,30 @@ class VocabEmbedding(nn.Module):
         """None that count."""
         return 0
 
+    def can_run(self) -> bool:
+        """Whether the table, of which `run` is a function, is trained."""
+        return dict.__getitem__(self._parameters, "weight").requires_grad
+
+    def run(self, table: Tensor, tape: Tape, tokens: Tensor) -> Tensor:
+        """The layer, as a function of its table, on a tape."""
+        return self.slicing.run_reduce(_look_up(table, tape, *self._find(tokens)), tape)
+
     def forward(self, tokens: Tensor) -> Tensor:
-        self.data_flags[0].note((tokens < 0) | (tokens >= self.vocab))
-        x: Tensor = _Lookup.apply(tokens.t(), self.weight, self.first, self.last)
-        total = collectives.scatter_to if self.slicing.sequence_parallel else collectives.reduce_from
-        return total(x, self.slicing.tp)
+        ids, held = self._find(tokens)
+        return self.slicing.reduce(as_one(self.weight, lambda table, tape: _look_up(table, tape, ids, held)))
+
+    def _find(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows [s b] of this rank's part of the table, and which of them it holds; None where it holds all."""
+        ids = tokens.clamp(0, self.vocab - 1)
+        self.data_flags[0].note(ids != tokens)
+        ids = ids.t()
+        if (self.first, self.last) == (0, self.vocab):
+            return ids, None
+        held = (ids >= self.first) & (ids < self.last)
+        return (ids - self.first).masked_fill(~held, 0), held
 
 
+@runs
 class PositionEmbedding(nn.Module):
     """Learned positions, added to x [s b h] (or to this rank's part [s/t b h])."""
 
@@ -93,10 +102,45 @@ class PositionEmbedding(nn.Module):
         """None that count."""
         return 0
 
+    def can_run(self) -> bool:
+        """Always."""
+        return True
+
+    def run(self, x: Tensor, tape: Tape) -> Tensor:
+        """The layer on a tape."""
+        weight = self.weight
+        first, last = self._span(x, weight)
+        tape.note(lambda dy: _back_of_positions(dy, weight, first, last))
+        return x + weight[first:last].unsqueeze(1)
+
     def forward(self, x: Tensor) -> Tensor:
-        first, last = self.slicing.sequence_range(
-            x.shape[0] * (self.slicing.tp.size if self.slicing.sequence_parallel else 1)
-        )
-        if last > self.weight.shape[0]:
-            raise ValueError(f"position {last - 1} is beyond the {self.weight.shape[0]} learned positions")
+        first, last = self._span(x, self.weight)
         return x + self.weight[first:last].unsqueeze(1)
+
+    def _span(self, x: Tensor, weight: Tensor) -> tuple[int, int]:
+        parts = self.slicing.tp.size if self.slicing.sequence_parallel else 1
+        first, last = self.slicing.sequence_range(x.shape[0] * parts)
+        if last > weight.shape[0]:
+            raise ValueError(f"position {last - 1} is beyond the {weight.shape[0]} learned positions")
+        return first, last
+
+
+def _back_of_positions(dy: Tensor, weight: Tensor, first: int, last: int) -> Tensor:
+    sink = sink_of(weight)
+    if not weight.requires_grad or sink is None:
+        return dy
+    rows, found = dy.sum(1), sink.memory()
+    if found is None:
+        whole = torch.zeros_like(weight)
+        whole[first:last] = rows
+        sink.add(whole)
+        return dy
+    target, add = found
+    if add:
+        target[first:last].add_(rows)
+    else:
+        target[:first].zero_()
+        target[first:last].copy_(rows)
+        target[last:].zero_()
+    sink.arrived()
+    return dy

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.collectives import split
+from threed.layers.running import runs
 from threed.layers.slicing import Slicing, bias_gradient, for_autograd, weight_gradient
-from threed.layers.tape import Tape, apply, runs
 from threed.layers.tiled import LOCAL, add_weight, tiled_linear, tiles_of
 from threed.ops import launch, matmul
+from threed.ops.tape import Tape, apply
 from threed.sharding import ShardSpec, matrix, parameter, vector
 from threed.topology import Axis
 
@@ -208,15 +209,9 @@ class RowLinear(Product):
 
     def run(self, x: Tensor, tape: Tape) -> Tensor:
         """The layer on a tape."""
-        tp = self.slicing.tp
-        if tp.size == 1:
+        if self.slicing.tp.size == 1:
             return super().run(x, tape)
-        y = run(x, tape, self._parameters["weight"], None, self.axis, self.gather)
-        if self.slicing.sequence_parallel:
-            y = collectives.reduce_scatter(y, tp)
-            tape.note(lambda dy: collectives.all_gather(dy, tp))
-        else:
-            y = collectives.all_reduce(y, tp)
+        y = self.slicing.run_reduce(run(x, tape, self._parameters["weight"], None, self.axis, self.gather), tape)
         bias = self._parameters.get("bias")
         if bias is None:
             return y

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from threed import collectives
 from threed.collectives import split
 from threed.layers.embedding import vocab_table
-from threed.layers.linear import linear
+from threed.layers.linear import linear, run
+from threed.layers.running import goes_to_sink, may_run, wanted, watched
 from threed.layers.slicing import Flag, MicroBatch, Slicing, for_autograd, sum_of_products
 from threed.ops import matmul
-from threed.ops.cross_entropy import weighted_loss
+from threed.ops.cross_entropy import run_weighted, weighted_loss
+from threed.ops.tape import Tape, as_one
 from threed.topology import Axis
 
 
@@ -85,6 +88,7 @@ class LanguageModelHead(nn.Module):
     """
 
     loss_chunks = 1
+    _on_tape = False
     recomputable = False  # on the last stage its backward follows at once
 
     def __init__(
@@ -121,4 +125,16 @@ class LanguageModelHead(nn.Module):
             y = self.norm(x)
             loss: Tensor = _ChunkedLoss.apply(y, *for_autograd(y, table), of, min(self.loss_chunks, y.shape[0]))
             return loss
+        if self._on_tape and wanted(x) and self.norm.takes(x):
+            return as_one(x, functools.partial(self._run, of=of))
         return of.loss(linear(self.norm(x), table, None, *f), slice(None))
+
+    def look(self) -> None:
+        """Sees whether its parts can run on a tape in the step that begins."""
+        self._on_tape = (
+            may_run(self.norm) and goes_to_sink(dict.__getitem__(self._parameters, "weight")) and not watched()
+        )
+
+    def _run(self, x: Tensor, tape: Tape, of: _Projection) -> Tensor:
+        y, sums = self.norm.run(x, tape), (of.targets, of.scale, of.axis, of.first, of.columns, of.vocabulary)
+        return run_weighted(run(y, tape, of.weight, None, of.axis, of.gather), tape, *sums)

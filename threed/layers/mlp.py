@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from threed.layers.linear import ColumnLinear, RowLinear
 from threed.layers.recompute import Recompute
+from threed.layers.running import may_run, runs
 from threed.layers.slicing import Slicing
-from threed.layers.tape import Tape, may_run, runs
 from threed.ops import activation as activation_ops
+from threed.ops.tape import Tape
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -29,12 +30,6 @@ def gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
         return activation_ops.apply("swiglu", gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return activation(gate) * up
-
-
-def _run(name: str, x: Tensor, tape: Tape) -> Tensor:
-    by = activation_ops.pair(name, x)
-    tape.note(by.backward, x)
-    return by.forward(x)
 
 
 @runs
@@ -62,7 +57,7 @@ class MLP(nn.Module):
 
     def run(self, x: Tensor, tape: Tape) -> Tensor:
         """The layer on a tape."""
-        return self.down.run(_run("gelu", self.up.run(x, tape), tape), tape)
+        return self.down.run(activation_ops.run("gelu", self.up.run(x, tape), tape), tape)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.recompute.run("activation", self.activation, self.recompute.column(self.up, x)))
@@ -93,7 +88,7 @@ class GatedMLP(nn.Module):
 
     def run(self, x: Tensor, tape: Tape) -> Tensor:
         """The layer on a tape."""
-        return self.down.run(_run("swiglu", self.gate_up.run(x, tape), tape), tape)
+        return self.down.run(activation_ops.run("swiglu", self.gate_up.run(x, tape), tape), tape)
 
     def forward(self, x: Tensor) -> Tensor:
         product = functools.partial(gated, self.activation)

@@ -6,15 +6,17 @@ partial, of both: as in `Slicing.shared`; True for a norm over heads, of which a
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from threed.layers.running import runs
 from threed.layers.slicing import Slicing, VectorGradient, for_autograd, sink_of
-from threed.layers.tape import Tape, runs
 from threed.ops import launch, norm
+from threed.ops.tape import Tape
 from threed.sharding import parameter, vector
 
 
@@ -64,20 +66,6 @@ def _backward(
     return dx.view_as(dy), dweight.done(), dbias and dbias.done()
 
 
-def _fused(
-    x: Tensor, residual: Tensor | None, params: tuple[Tensor, Tensor | None], eps: float, layer: bool, both: bool
-) -> Any:
-    return _Fused.apply(x, residual, *for_autograd(x, *params), params, eps, layer, both)
-
-
-def _run(
-    x: Tensor, residual: Tensor | None, tape: Tape, params: tuple[Tensor, Tensor | None], eps: float, layer: bool
-) -> tuple[Tensor, Tensor]:
-    total, y, saved = _forward(x, residual, params, eps, layer)
-    tape.note(lambda dy, dsum, *saved: _backward(params, dy, dsum, *saved)[0], *saved)
-    return total, y
-
-
 def _back_of_layer_norm(
     params: tuple[Tensor, Tensor | None], dy: Tensor, dsum: Tensor | None, x: Tensor, means: Tensor, scales: Tensor,
     weight: Tensor, bias: Tensor | None = None,
@@ -102,9 +90,65 @@ def sum_and_norm(module: nn.Module, x: Tensor, residual: Tensor | None = None) -
     return total, module(total)
 
 
+class _Norm(nn.Module):
+    """What the two have in common."""
+
+    layer = False
+    eps: float
+
+    def flops(self, tokens: int, seq: int) -> int:
+        """None that count."""
+        return 0
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether our kernel takes x."""
+        return launch.ready(x) and norm.fits(x, *self._params())
+
+    def fused(self, x: Tensor, residual: Tensor | None, *, both: bool) -> Any:
+        """The norm of x + residual by our kernel; if `both`, the sum before it."""
+        params = self._params()
+        return _Fused.apply(x, residual, *for_autograd(x, *params), params, self.eps, self.layer, both)
+
+    def can_run(self) -> bool:
+        """Always; see `takes`."""
+        return True
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `run` and `run_sum` take x: our kernel must, or torch's norm be one operation of autograd's."""
+        return self.layer or self.fits(x)
+
+    def run(self, x: Tensor, tape: Tape) -> Tensor:
+        """The layer on a tape."""
+        y, back, saved = self._run(x, None)
+        tape.note(lambda dy, *saved: back(dy, None, *saved), *saved)
+        return y
+
+    def run_sum(self, x: Tensor, tape: Tape, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x + residual and its norm, on a tape: a step of two gradients, the norm's and the sum's."""
+        y, back, saved = self._run(x, residual)
+        tape.note(back, *saved)
+        return saved[0].view_as(x), y
+
+    def _run(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]:
+        """The norm, its backward, and what that needs; of this the sum comes first."""
+        params = self._params()
+        if self.fits(x) and (residual is None or launch.packed(residual)):
+            _, y, saved = _forward(x, residual, params, self.eps, self.layer)
+            return y, lambda *given: _backward(params, *given)[0], saved
+        total = x if residual is None else x + residual
+        y, means, scales = torch.native_layer_norm(total, params[0].shape, *params, self.eps)
+        shown = params[:1] if params[1] is None else params
+        return y, functools.partial(_back_of_layer_norm, params), (total, means, scales, *shown)
+
+    def _params(self) -> tuple[Tensor, Tensor | None]:
+        return self._parameters["weight"], self._parameters.get("bias")  # past nn.Module's search for names
+
+
 @runs
-class LayerNorm(nn.Module):
+class LayerNorm(_Norm):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension: [... h] -> [... h]."""
+
+    layer = True
 
     def __init__(
         self, name: str, width: int, slicing: Slicing, *, eps: float = 1e-5, bias: bool = True,
@@ -117,37 +161,6 @@ class LayerNorm(nn.Module):
         spec = slicing.shared(vector(f"{name}.bias", width), partial=partial)
         self.bias = parameter(spec, (width,)) if bias else None
 
-    def flops(self, tokens: int, seq: int) -> int:
-        """None that count."""
-        return 0
-
-    def fits(self, x: Tensor) -> bool:
-        """Whether our kernel takes x."""
-        return launch.ready(x) and norm.fits(x, self.weight, self.bias)
-
-    def fused(self, x: Tensor, residual: Tensor | None, *, both: bool) -> Any:
-        """The norm of x + residual by our kernel; if `both`, the sum before it."""
-        return _fused(x, residual, (self.weight, self.bias), self.eps, True, both)
-
-    def can_run(self) -> bool:
-        """Always."""
-        return True
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether `run` takes x: always."""
-        return True
-
-    def run(self, x: Tensor, tape: Tape, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x + residual and its norm, on a tape: a step of two gradients, of the norm and, or None, of the sum."""
-        params = (self._parameters["weight"], self._parameters.get("bias"))
-        if self.fits(x):
-            return _run(x, residual, tape, params, self.eps, True)
-        total = x if residual is None else x + residual
-        y, means, scales = torch.native_layer_norm(total, (self.width,), *params, self.eps)
-        shown = params[:1] if params[1] is None else params
-        tape.note(functools.partial(_back_of_layer_norm, params), total, means, scales, *shown)
-        return total, y
-
     def forward(self, x: Tensor) -> Tensor:
         if self.fits(x):
             y: Tensor = self.fused(x, None, both=False)
@@ -156,7 +169,7 @@ class LayerNorm(nn.Module):
 
 
 @runs
-class RMSNorm(nn.Module):
+class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467): [... h] -> [... h]."""
 
     def __init__(
@@ -166,30 +179,6 @@ class RMSNorm(nn.Module):
         self.width, self.eps = width, eps
         spec = slicing.shared(vector(f"{name}.weight", width, value=1.0), partial=partial)
         self.weight = parameter(spec, (width,))
-
-    def flops(self, tokens: int, seq: int) -> int:
-        """None that count."""
-        return 0
-
-    def fits(self, x: Tensor) -> bool:
-        """Whether our kernel takes x."""
-        return launch.ready(x) and norm.fits(x, self.weight)
-
-    def fused(self, x: Tensor, residual: Tensor | None, *, both: bool) -> Any:
-        """The norm of x + residual by our kernel; if `both`, the sum before it."""
-        return _fused(x, residual, (self.weight, None), self.eps, False, both)
-
-    def can_run(self) -> bool:
-        """Always."""
-        return True
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether `run` takes x: our kernel must, for torch's RMSNorm is several operations of autograd's."""
-        return self.fits(x)
-
-    def run(self, x: Tensor, tape: Tape, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x + residual and its norm, on a tape: a step of two gradients, of the norm and, or None, of the sum."""
-        return _run(x, residual, tape, (self._parameters["weight"], None), self.eps, False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fits(x):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from threed import collectives
 from threed.ops import launch, sums
+from threed.ops.tape import Tape
 from threed.sharding import Piece, ShardSpec
 from threed.topology import Axis, alone
 
@@ -96,6 +97,15 @@ class Slicing:
     def reduce(self, x: Tensor) -> Tensor:
         """Applies g, after layers cut over tensor ranks: sums the ranks' [s b h] (returns its [s/t b h] of the sum)."""
         return self._conjugate(collectives.scatter_to if self.sequence_parallel else collectives.reduce_from, x)
+
+    def run_reduce(self, x: Tensor, tape: Tape) -> Tensor:
+        """g on a tape."""
+        if self.tp.size == 1:
+            return x
+        if not self.sequence_parallel:
+            return collectives.all_reduce(x, self.tp)  # its gradient passes unchanged
+        tape.note(lambda dy: collectives.all_gather(dy, self.tp))
+        return collectives.reduce_scatter(x, self.tp)
 
     def _conjugate(self, function: Callable[[Tensor, Axis], Tensor], x: Tensor) -> Tensor:
         if self.tp.size == 1:

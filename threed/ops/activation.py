@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from threed.ops import fused_cpu, launch, sums
+from threed.ops.tape import Tape, as_one
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
@@ -164,34 +164,22 @@ _TORCH = {
 }
 
 
-def fused(name: str, x: Tensor) -> Pair | None:
+def _fused(name: str, x: Tensor) -> Pair | None:
     """Our kernels for "swiglu" or "gelu" of x; None where there are none that take it."""
     if fused_cpu.fits(x):
         return _CPU[name]
     return _GPU[name] if fits(x, x.shape[-1] // (2 if name == "swiglu" else 1)) else None
 
 
-def pair(name: str, x: Tensor) -> Pair:
-    """The same, or torch's operations."""
-    return fused(name, x) or _TORCH[name]
-
-
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, by: Pair) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.by = by
-        return by.forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return ctx.by.backward(dy, *ctx.saved_tensors), None
+def run(name: str, x: Tensor, tape: Tape) -> Tensor:
+    """GELU in its tanh form [... f] -> [... f], or SwiGLU, silu(gate) * up: [... 2f] -> [... f]; on a tape."""
+    by = _fused(name, x) or _TORCH[name]
+    tape.note(by.backward, x)
+    return by.forward(x)
 
 
 def apply(name: str, x: Tensor) -> Tensor:
-    """GELU in its tanh form [... f] -> [... f], or SwiGLU, silu(gate) * up: [... 2f] -> [... f]; for autograd."""
-    by = fused(name, x)
-    if by is None:
+    """The same, for autograd."""
+    if _fused(name, x) is None:
         return _TORCH[name].forward(x)
-    y: Tensor = _Fused.apply(x, by)
-    return y
+    return as_one(x, functools.partial(run, name))

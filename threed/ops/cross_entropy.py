@@ -7,7 +7,7 @@ first). The logits' memory becomes the exponentials and then the gradient.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from threed import collectives, device
 from threed.ops import fused_cpu, launch
+from threed.ops.tape import Tape, as_one
 from threed.topology import Axis
 
 
@@ -25,52 +26,51 @@ def reference(logits: Tensor, targets: Tensor) -> Tensor:
     return flat.view_as(targets)
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """`fused`: by csrc/cpu/fused.cpp, which leaves the logits as they are until the backward; else their memory holds
-    the exponentials meanwhile, in fp32 at least."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, first: int, columns: int) -> Tensor:
-        fused = columns > 0 and fused_cpu.fits(logits)
-        wide = logits if fused or logits.dtype in (torch.float32, torch.float64) else logits.float()
+def run(logits: Tensor, tape: Tape, targets: Tensor, axis: Axis, first: int, columns: int) -> Tensor:
+    """The loss of every token, on a tape. Where csrc/cpu/fused.cpp takes the logits, it leaves them as they are until
+    the backward; else their memory holds the exponentials meanwhile, in fp32 at least."""
+    fused, whole, dtype = columns > 0 and fused_cpu.fits(logits), axis.size == 1 and columns > 0, logits.dtype
+    wide = logits if fused or dtype in (torch.float32, torch.float64) else logits.float()
+    counted = held = targets >= 0
+    if whole:
+        local = targets.clamp(0, columns - 1)
+    else:
         local = targets - first
-        held = (local >= 0) & (local < columns) & (targets >= 0)
-        local = local.masked_fill(~held, 0).unsqueeze(-1)
+        held = counted & (local >= 0) & (local < columns)
+        local = local.masked_fill(~held, 0)
+    local = local.unsqueeze(-1)
+    hit = wide.gather(-1, local).squeeze(-1) if columns else wide.new_zeros(targets.shape)
+    if fused:
+        top, total = fused_cpu.row_numbers(logits, columns)
+    else:
+        top, total = _shard_numbers(wide if columns == wide.shape[-1] else wide[..., :columns])
+    logarithm, scale, hit = _over_shards(top, total, hit if whole else hit * held, axis)
+
+    def back(dloss: Tensor, wide: Tensor, local: Tensor, held: Tensor, counted: Tensor, number: Tensor) -> Tensor:
+        dloss = dloss.where(counted, 0.0)
         if fused:
-            hit = logits.gather(-1, local).squeeze(-1) * held
-            top, total = fused_cpu.row_numbers(logits, columns)
-        else:
-            top, total, hit = _shard_numbers(wide[..., :columns], local, held)
-        logarithm, scale, hit = _over_shards(top, total, hit, axis)
-        ctx.columns, ctx.fused, ctx.dtype = columns, fused, logits.dtype
-        ctx.save_for_backward(wide, local, held, logarithm if fused else scale, targets)
-        return torch.where(targets >= 0, logarithm - hit, 0.0)
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
-        wide, local, held, scale, targets = ctx.saved_tensors
-        dloss = torch.where(targets >= 0, dloss, 0.0)
-        if ctx.fused:
             own = local.squeeze(-1).masked_fill(~held, -1)
-            fused_cpu.softmax_gradient_(wide, ctx.columns, scale, dloss, own)
-            return wide, None, None, None, None
-        grad = wide[..., : ctx.columns].mul_((scale * dloss).unsqueeze(-1))  # exponentials -> softmax, times dloss
-        if ctx.columns:
-            grad.scatter_add_(-1, local, -(dloss * held).unsqueeze(-1))
-        if ctx.columns < wide.shape[-1]:
-            wide[..., ctx.columns :].zero_()
-        return wide.to(ctx.dtype), None, None, None, None
+            fused_cpu.softmax_gradient_(wide, columns, number, dloss, own)
+            return wide
+        grad = wide if columns == wide.shape[-1] else wide[..., :columns]
+        grad.mul_((number * dloss).unsqueeze(-1))  # exponentials -> softmax, times dloss
+        if columns:
+            grad.scatter_add_(-1, local, -(dloss if whole else dloss * held).unsqueeze(-1))
+        if columns < wide.shape[-1]:
+            wide[..., columns:].zero_()
+        return wide.to(dtype)
+
+    tape.note(back, wide, local, held, counted, logarithm if fused else scale)
+    return (logarithm - hit).where(counted, 0.0)
 
 
-def _shard_numbers(scores: Tensor, local: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Maximum, sum of exponentials and target logit (0 if elsewhere) of a shard; `scores` become exponentials."""
+def _shard_numbers(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Maximum and sum of exponentials of a shard; `scores` become exponentials."""
     if scores.shape[-1] == 0:
-        zero = scores.new_zeros(held.shape)
-        return zero - torch.inf, zero, zero
-    hit = scores.gather(-1, local).squeeze(-1) * held
+        zero = scores.new_zeros(scores.shape[:-1])
+        return zero - torch.inf, zero
     top = scores.amax(-1)
-    total = scores.sub_(top.unsqueeze(-1)).exp_().sum(-1)
-    return top, total, hit
+    return top, scores.sub_(top.unsqueeze(-1)).exp_().sum(-1)
 
 
 def _over_shards(top: Tensor, total: Tensor, hit: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,8 +94,8 @@ def vocab_parallel_cross_entropy(
     there is padding behind them, whose gradient is zero.
     """
     columns = logits.shape[-1] if columns is None else columns
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, axis, first, columns)
-    return loss
+    how = {"targets": targets, "axis": axis, "first": first, "columns": columns}
+    return as_one(logits, functools.partial(run, **how))
 
 
 # ------------------------------------------------------------------------------------------ csrc/cuda/cross_entropy.cu
@@ -206,29 +206,29 @@ _FROM_NUMBERS = launch.define(
 _SCALE = launch.define("scale_(Tensor(a!) x, Tensor factor) -> ()", _start_scale, lambda x, factor: None, launches=1)
 
 
-class _WeightedLoss(torch.autograd.Function):
-    """The sum of the losses times `weight`, whose gradient is made in the forward, in the logits' memory."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, weight: Tensor, axis: Axis, first: int, columns: int,
-        vocabulary: int,
-    ) -> Tensor:  # fmt: skip
-        rows, ids = logits.view(-1, logits.shape[-1]), targets.flatten()
-        if axis.size == 1 and 2 * columns <= ROW_IN_SHARED_MEMORY:
-            losses = whole(rows, ids, weight, columns)
-        else:
-            numbers = collectives.all_gather(shard_numbers(rows, ids, columns, first).unsqueeze(0), axis)
-            losses = from_numbers(rows, ids, weight, numbers, columns, first, vocabulary)
-        ctx.save_for_backward(rows.detach())
-        ctx.shape = logits.shape
+def run_weighted(
+    logits: Tensor, tape: Tape, targets: Tensor, weight: Tensor, axis: Axis, first: int, columns: int, vocabulary: int
+) -> Tensor:
+    """The sum of the losses times `weight`, on a tape; by our kernels its gradient is made in the forward, in the
+    logits' memory."""
+    if not fits(logits):
+        losses = run(logits, tape, targets, axis, first, columns)
+        weight, shape = weight.to(losses.dtype), losses.shape
+        tape.note(lambda dloss: (dloss * weight).expand(shape))
         return losses.sum() * weight
+    rows, ids, weight, shape = logits.view(-1, logits.shape[-1]), targets.flatten(), weight.float(), logits.shape
+    if axis.size == 1 and 2 * columns <= ROW_IN_SHARED_MEMORY:
+        losses = whole(rows, ids, weight, columns)
+    else:
+        numbers = collectives.all_gather(shard_numbers(rows, ids, columns, first).unsqueeze(0), axis)
+        losses = from_numbers(rows, ids, weight, numbers, columns, first, vocabulary)
 
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
+    def back(dloss: Tensor, gradient: Tensor) -> Tensor:
         _SCALE(gradient, dloss.float())  # at the root of a backward 1, and then it only looks
-        return gradient.view(ctx.shape), None, None, None, None, None, None
+        return gradient.view(shape)
+
+    tape.note(back, rows.detach())
+    return losses.sum() * weight
 
 
 def weighted_loss(
@@ -239,8 +239,8 @@ def weighted_loss(
     Arguments as in `vocab_parallel_cross_entropy`, and: weight, a scalar tensor; vocabulary: the columns of all ranks.
     By our kernels it makes the gradient in the forward, and can be differentiated once.
     """
-    if fits(logits) and torch.is_grad_enabled() and logits.requires_grad:
-        loss: Tensor = _WeightedLoss.apply(logits, targets, weight.float(), axis, first, columns, vocabulary)
-        return loss
+    if logits.requires_grad and torch.is_grad_enabled():
+        how = {"targets": targets, "weight": weight, "axis": axis, "first": first, "columns": columns}
+        return as_one(logits, functools.partial(run_weighted, **how, vocabulary=vocabulary))
     losses = vocab_parallel_cross_entropy(logits, targets, axis, first, columns)
     return losses.sum() * weight.to(losses.dtype)

@@ -5,14 +5,15 @@ out = residual + (x + bias) keep / (1 - p)     6 bytes an element of bf16; backw
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from threed import rng
 from threed.ops import launch
+from threed.ops.tape import Tape, as_one
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,20 +86,12 @@ _DROPOUT = launch.define(
 )  # fmt: skip
 
 
-class _Fused(torch.autograd.Function):
-    """residual + dropout(x); saves nothing, the mask is drawn again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, draw: Draw) -> Tensor:
-        ctx.draw = draw
-        return dropout(x, draw, residual=residual)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        return dropout(dy.contiguous(), ctx.draw), dy if ctx.needs_input_grad[1] else None, None
+def run(x: Tensor, tape: Tape, draw: Draw) -> Tensor:
+    """dropout(x) by our kernel on a tape; saves nothing, the mask is drawn again."""
+    tape.note(lambda dy: dropout(dy.contiguous(), draw))
+    return dropout(x, draw)
 
 
-def fused(x: Tensor, draw: Draw, residual: Tensor | None = None) -> Tensor:
-    """residual + dropout(x), [s b h], by our kernel in both directions."""
-    out: Tensor = _Fused.apply(x, residual, draw)
-    return out
+def fused(x: Tensor, draw: Draw) -> Tensor:
+    """The same, for autograd."""
+    return as_one(x, functools.partial(run, draw=draw))

@@ -14,7 +14,7 @@ Layers pass on a tensor, or a tuple or dict of tensors, of any shape and dtype (
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from threed.layers.recompute import RngState
 from threed.layers.slicing import MicroBatch
 from threed.pipeline.activation_checkpointing import FETCH_AHEAD, GATHER_AHEAD, Recomputed, SavedInput
 from threed.pipeline.boundary import gradients_of, like, tensors
-from threed.schedules.window import first_units, walk
+from threed.schedules.window import Step, first_units, walk
 
 
 class ParameterGatherer(Protocol):
@@ -111,7 +111,18 @@ class Stage:
         # Units whose graph goes on with the next unit's.
         self._joined = {unit for unit in self._units[:-1] if not apart & {unit, unit + 1}}
         self._open: dict[int, list[Frame]] = {}
+        self._walks: dict[tuple[bool, bool], tuple[Step, ...]] = {}
         self._looking = [part for layer in layers for part in layer.modules() if callable(getattr(part, "look", None))]
+
+    def _walk(self, backward: bool, keep: bool) -> tuple[Step, ...]:
+        """The steps of a pass; of gathers and releases only those of parameters that come and go."""
+        if (backward, keep) not in self._walks:
+            units, moves = self._backward_units if backward else self._units, self.gatherer.comes_and_goes
+            self._walks[backward, keep] = tuple(
+                Step(tuple(filter(moves, step.gather)), step.run, step.release and moves(step.run))
+                for step in walk(units, self.prefetch, keep)
+            )
+        return self._walks[backward, keep]
 
     def _layer(self, unit: int) -> nn.Module:
         return self.layers[unit - self.first]
@@ -139,7 +150,7 @@ class Stage:
         keep = keep and self._backward_units[:1] == [self._units[-1]]
         y = begin = x
         with torch.set_grad_enabled(micro.training):
-            for step in walk(self._units, self.prefetch, keep):
+            for step in self._walk(False, keep):
                 for unit in step.gather:
                     self.gatherer.start(unit)
                 self.gatherer.ready(step.run)
@@ -160,10 +171,16 @@ class Stage:
             return self._run_to_recompute(unit, x, micro)
         given = [part for part in tensors(x) if part.requires_grad] if unit - 1 in self._joined else []
         versions = [part._version for part in given]
-        with self._watch(unit) if micro.training else nullcontext():
-            y = self._layer(unit)(x, micro)
-        if [part._version for part in given] != versions:  # of an input without a neighbour's graph, torch says it
-            raise RuntimeError(f"layer {unit} ({type(self._layer(unit)).__name__}) changed its input in-place")
+        layer, selective = self.layers[unit - self.first], self.recomputed.selective
+        if selective is not None and unit in self.recomputed.units and micro.training:
+            with selective.watch():
+                y = layer(x, micro)
+        else:
+            y = layer(x, micro)
+        if (
+            given and [part._version for part in given] != versions
+        ):  # of an input without a neighbour's graph, torch says it
+            raise RuntimeError(f"layer {unit} ({type(layer).__name__}) changed its input in-place")
         parts = self._tensors(unit, y)
         if not micro.training:
             return y, Frame()
@@ -181,10 +198,6 @@ class Stage:
             raise TypeError(
                 f"{getattr(layer, 'name', f'layer {unit}')} ({type(layer).__name__}) returned {error}"
             ) from None
-
-    def _watch(self, unit: int) -> AbstractContextManager[None]:
-        selective = self.recomputed.selective
-        return nullcontext() if selective is None or unit not in self.recomputed.units else selective.watch()
 
     def _run_to_recompute(self, unit: int, x: Any, micro: MicroBatch) -> tuple[Any, Frame]:
         """Runs one layer without a graph; the tensors of y require a gradient if they might have had one."""
@@ -213,7 +226,7 @@ class Stage:
         """Returns the gradient of the micro-batch's input, None on the first stage; sinks get weight gradients."""
         frames, reading = self._open[microbatch], self._backward_units
         keep = keep and bool(reading) and reading[-1] == self.first
-        steps = {step.run: step for step in walk(reading, self.prefetch, keep)}
+        steps = {step.run: step for step in self._walk(True, keep)}
         self._prefetch_inputs(frames)
         for unit in reversed(self._units):
             step = steps.get(unit)
