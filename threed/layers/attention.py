@@ -158,14 +158,14 @@ class Attention(nn.Module):
         return self.query(x), self.key_value(x)
 
     def runs_on(self, x: Tensor) -> bool:
-        """Whether `run` takes x [s b h]: causal attention alone, by torch's fused kernel for CPUs."""
+        """Whether `run_heads` takes projections of x: causal attention alone, by torch's fused kernel for CPUs."""
         plain = self.core is attend and self.rotary is None and self.query_norm is None
-        return plain and self.heads == self.kv_heads and x.device.type == "cpu" and _flash_on_cpu(
-            x.shape[0] * (self.qkv.axis.size if self.qkv.gather else 1), x.shape[1], self.d, x.dtype,
-            torch.backends.cuda.flash_sdp_enabled(),
-        )  # fmt: skip
+        if not plain or self.heads != self.kv_heads or x.device.type != "cpu":
+            return False
+        length = x.shape[0] * (self.slicing.tp.size if self.slicing.sequence_parallel else 1)
+        return _flash_on_cpu(length, x.shape[1], self.d, x.dtype, torch.backends.cuda.flash_sdp_enabled())
 
-    def run(self, qkv: Tensor, tape: Tape) -> Tensor:
+    def run_heads(self, qkv: Tensor, tape: Tape) -> Tensor:
         """`heads_attend` of one projection [s b 3ad] on a tape."""
         s, b, _ = qkv.shape
         q, k, v = (part.view(s, b, self.heads, self.d).permute(1, 2, 0, 3) for part in qkv.chunk(3, -1))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from threed.layers.attention import Attention
 from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
-from threed.layers.norm import sum_and_norm
+from threed.layers.mlp import MLP, GatedMLP
+from threed.layers.norm import Norm, sum_and_norm
 from threed.layers.recompute import Recompute
 from threed.layers.running import may_run, wanted, watched
 from threed.layers.slicing import MicroBatch, Slicing
@@ -54,13 +57,52 @@ class Embedding(nn.Module):
         return self.dropout.run(y if self.position is None else self.position.run(y, tape), tape, micro)
 
 
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """A block's, which all run on a tape."""
+
+    attention_norm: Norm
+    mlp_norm: Norm
+    attention: Attention
+    mlp: MLP | GatedMLP
+    attention_dropout: Dropout
+    mlp_dropout: Dropout
+
+    def take(self, x: Tensor) -> bool:
+        """Whether they run for x."""
+        return wanted(x) and self.attention_norm.takes(x) and self.mlp_norm.takes(x)
+
+    def run(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        """The block's output: one function to autograd where attention runs on the tape too, else one before it and one
+        after."""
+        heads = None
+        if not self.attention.runs_on(x):
+            x, projected = apply(_BeforeHeads, x, self)
+            heads = self.attention.heads_attend(projected)
+        y: Tensor = apply(_AfterHeads, heads, x, self, micro)
+        return y
+
+    def before_heads(self, x: Tensor, tape: Tape) -> tuple[Tensor, Tensor]:
+        """x, and what heads begin with; the norm is the tape's first step."""
+        assert self.attention.qkv is not None
+        x, y = self.attention_norm.run_sum(x, tape)
+        return x, self.attention.qkv.run(y, tape)
+
+    def after_heads(self, y: Tensor, x: Tensor, tape: Tape, micro: MicroBatch) -> tuple[Tensor, int]:
+        """The block's output, of what heads found and x; and the tape's length after the norm."""
+        y = self.attention_dropout.run(self.attention.out.run(y, tape), tape, micro)
+        x, y = self.mlp_norm.run_sum(y, tape, x)
+        length = len(tape)
+        return x + self.mlp_dropout.run(self.mlp.run(y, tape), tape, micro), length
+
+
 class _BeforeHeads(torch.autograd.Function):
     """x -> x, and what heads begin with."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, parts: _Parts) -> tuple[Tensor, Tensor]:
         ctx.tape = tape = Tape()
-        x, y = block.run_before_heads(x, tape)
+        x, y = parts.before_heads(x, tape)
         ctx.save_for_backward(*tape.tensors)
         return x.view_as(x), y
 
@@ -71,16 +113,16 @@ class _BeforeHeads(torch.autograd.Function):
 
 
 class _AfterHeads(torch.autograd.Function):
-    """What heads found, and x -> the block's output; or x alone, where heads run on the tape as well."""
+    """What heads found, and x -> the block's output; of x alone where heads run on this tape."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor | None, x: Tensor, block: Block, micro: MicroBatch) -> Tensor:
+    def forward(ctx: Any, y: Tensor | None, x: Tensor, parts: _Parts, micro: MicroBatch) -> Tensor:
         ctx.tape = tape = Tape()
         if y is None:
-            x, y = block.run_before_heads(x, tape)
-            y = block.attention.run(y, tape)
+            x, projected = parts.before_heads(x, tape)
+            y = parts.attention.run_heads(projected, tape)
         ctx.heads = len(tape)
-        z, ctx.norm = block.run_after_heads(y, x, tape, micro)
+        z, ctx.norm = parts.after_heads(y, x, tape, micro)
         ctx.save_for_backward(*tape.tensors)
         return z
 
@@ -99,7 +141,7 @@ class Block(nn.Module):
 
     recompute = Recompute()
     compilable = True
-    _on_tapes = False
+    _parts: _Parts | None = None
 
     def __init__(
         self, name: str, norms: tuple[nn.Module, nn.Module], attention: nn.Module, mlp: nn.Module, slicing: Slicing, *,
@@ -113,33 +155,18 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(f"{name}.mlp.dropout", dropout, slicing)
 
     def look(self) -> None:
-        """Sees whether the parts of a step that begins can run on tapes."""
-        parts = (self.attention_norm, self.mlp_norm, self.attention, self.mlp, self.attention_dropout, self.mlp_dropout)
-        self._on_tapes = type(self.recompute) is Recompute and all(map(may_run, parts)) and not watched()
+        """Sees whether its parts run on a tape in the step that begins."""
+        norms, dropouts = (self.attention_norm, self.mlp_norm), (self.attention_dropout, self.mlp_dropout)
+        parts: Any = (*norms, self.attention, self.mlp, *dropouts)
+        may = type(self.recompute) is Recompute and all(map(may_run, parts)) and not watched()
+        self._parts = _Parts(*parts) if may and self._compiled_call_impl is None else None
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
-        if self._on_tapes and wanted(x) and self.attention_norm.takes(x) and self.mlp_norm.takes(x):
-            heads = None
-            if not self.attention.runs_on(x):
-                x, y = apply(_BeforeHeads, x, self)
-                heads = self.attention.heads_attend(y)
-            out: Tensor = apply(_AfterHeads, heads, x, self, micro)
-            return out
+        if self._parts is not None and self._parts.take(x):
+            return self._parts.run(x, micro)
         x, y = self._normed(self.attention_norm, x)
         x, y = self._normed(self.mlp_norm, self.attention_dropout(self.attention(y), micro), x)
         return x + self.mlp_dropout(self.mlp(y), micro)
-
-    def run_before_heads(self, x: Tensor, tape: Tape) -> tuple[Tensor, Tensor]:
-        """x, and what its heads begin with, on a tape; the norm is the first step."""
-        x, y = self.attention_norm.run_sum(x, tape)
-        return x, self.attention.qkv.run(y, tape)
-
-    def run_after_heads(self, y: Tensor, x: Tensor, tape: Tape, micro: MicroBatch) -> tuple[Tensor, int]:
-        """The block's output, of what heads found and x, on a tape; and the tape's length after the norm."""
-        y = self.attention_dropout.run(self.attention.out.run(y, tape), tape, micro)
-        x, y = self.mlp_norm.run_sum(y, tape, x)
-        norm = len(tape)
-        return x + self.mlp_dropout.run(self.mlp.run(y, tape), tape, micro), norm
 
     def _normed(self, norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x + residual, and its norm; where the norm may be computed again, the sum is no part of it."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threed.collectives import split
-from threed.layers.running import runs
+from threed.layers.running import held, runs
 from threed.layers.slicing import Flag, Slicing, sink_of
 from threed.ops.tape import Tape, as_one
 from threed.sharding import Init, Piece, ShardSpec, matrix, parameter
@@ -67,7 +67,7 @@ class VocabEmbedding(nn.Module):
 
     def can_run(self) -> bool:
         """Whether the table, of which `run` is a function, is trained."""
-        return dict.__getitem__(self._parameters, "weight").requires_grad
+        return held(self, "weight").requires_grad
 
     def run(self, table: Tensor, tape: Tape, tokens: Tensor) -> Tensor:
         """The layer, as a function of its table, on a tape."""

@@ -148,7 +148,8 @@ class Product(nn.Module):
 
     def run(self, x: Tensor, tape: Tape) -> Tensor:
         """The layer on a tape."""
-        return run(x, tape, self._parameters["weight"], self._parameters.get("bias"), self.axis, self.gather)
+        params: Any = self._parameters  # past nn.Module's search for names
+        return run(x, tape, params["weight"], params.get("bias"), self.axis, self.gather)
 
     def _traced_product(self, by: Traced, x: Tensor, bias: Tensor | None) -> Tensor:
         parts = self.axis.size if self.gather else 1
@@ -211,8 +212,8 @@ class RowLinear(Product):
         """The layer on a tape."""
         if self.slicing.tp.size == 1:
             return super().run(x, tape)
-        y = self.slicing.run_reduce(run(x, tape, self._parameters["weight"], None, self.axis, self.gather), tape)
-        bias = self._parameters.get("bias")
+        weight: Any = self.weight
+        y, bias = self.slicing.run_reduce(run(x, tape, weight, None, self.axis, self.gather), tape), self.bias
         if bias is None:
             return y
         tape.note(functools.partial(_back_of_bias, bias))

@@ -14,7 +14,8 @@ from threed import collectives
 from threed.collectives import split
 from threed.layers.embedding import vocab_table
 from threed.layers.linear import linear, run
-from threed.layers.running import goes_to_sink, may_run, wanted, watched
+from threed.layers.norm import Norm
+from threed.layers.running import goes_to_sink, held, may_run, wanted, watched
 from threed.layers.slicing import Flag, MicroBatch, Slicing, for_autograd, sum_of_products
 from threed.ops import matmul
 from threed.ops.cross_entropy import run_weighted, weighted_loss
@@ -88,7 +89,7 @@ class LanguageModelHead(nn.Module):
     """
 
     loss_chunks = 1
-    _on_tape = False
+    _norm: Norm | None = None  # the norm, where it runs on a tape
     recomputable = False  # on the last stage its backward follows at once
 
     def __init__(
@@ -125,16 +126,15 @@ class LanguageModelHead(nn.Module):
             y = self.norm(x)
             loss: Tensor = _ChunkedLoss.apply(y, *for_autograd(y, table), of, min(self.loss_chunks, y.shape[0]))
             return loss
-        if self._on_tape and wanted(x) and self.norm.takes(x):
-            return as_one(x, functools.partial(self._run, of=of))
+        if self._norm is not None and wanted(x) and self._norm.takes(x):
+            return as_one(x, functools.partial(self._run, norm=self._norm, of=of))
         return of.loss(linear(self.norm(x), table, None, *f), slice(None))
 
     def look(self) -> None:
-        """Sees whether its parts can run on a tape in the step that begins."""
-        self._on_tape = (
-            may_run(self.norm) and goes_to_sink(dict.__getitem__(self._parameters, "weight")) and not watched()
-        )
+        """Sees whether its parts run on a tape in the step that begins."""
+        may = may_run(self.norm) and goes_to_sink(held(self, "weight")) and not watched()
+        self._norm = self.norm if may and isinstance(self.norm, Norm) else None
 
-    def _run(self, x: Tensor, tape: Tape, of: _Projection) -> Tensor:
-        y, sums = self.norm.run(x, tape), (of.targets, of.scale, of.axis, of.first, of.columns, of.vocabulary)
-        return run_weighted(run(y, tape, of.weight, None, of.axis, of.gather), tape, *sums)
+    def _run(self, x: Tensor, tape: Tape, norm: Norm, of: _Projection) -> Tensor:
+        logits = run(norm.run(x, tape), tape, of.weight, None, of.axis, of.gather)
+        return run_weighted(logits, tape, of.targets, of.scale, of.axis, of.first, of.columns, of.vocabulary)

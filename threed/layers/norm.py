@@ -63,7 +63,7 @@ def _backward(
         rows, done, weight, dweight.out, dbias.out if dbias else None, add=dweight.add,
         add_bias=dbias is not None and dbias.add, residual=residual,
     )  # fmt: skip
-    return dx.view_as(dy), dweight.done(), dbias and dbias.done()
+    return dx.view_as(dy), dweight.done(), None if dbias is None else dbias.done()
 
 
 def _back_of_layer_norm(
@@ -90,8 +90,8 @@ def sum_and_norm(module: nn.Module, x: Tensor, residual: Tensor | None = None) -
     return total, module(total)
 
 
-class _Norm(nn.Module):
-    """What the two have in common."""
+class Norm(nn.Module):
+    """What LayerNorm and RMSNorm have in common."""
 
     layer = False
     eps: float
@@ -141,11 +141,12 @@ class _Norm(nn.Module):
         return y, functools.partial(_back_of_layer_norm, params), (total, means, scales, *shown)
 
     def _params(self) -> tuple[Tensor, Tensor | None]:
-        return self._parameters["weight"], self._parameters.get("bias")  # past nn.Module's search for names
+        params: Any = self._parameters  # past nn.Module's search for names
+        return params["weight"], params.get("bias")
 
 
 @runs
-class LayerNorm(_Norm):
+class LayerNorm(Norm):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension: [... h] -> [... h]."""
 
     layer = True
@@ -169,7 +170,7 @@ class LayerNorm(_Norm):
 
 
 @runs
-class RMSNorm(_Norm):
+class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467): [... h] -> [... h]."""
 
     def __init__(

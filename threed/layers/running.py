@@ -45,6 +45,12 @@ def watched() -> bool:
     )  # fmt: skip
 
 
+def held(module: nn.Module, name: str) -> Tensor:
+    """Returns a parameter of a module's, which need not be whole (`zero.table`): its values must not be read."""
+    param: Tensor = dict.__getitem__(module._parameters, name)  # type: ignore[assignment]
+    return param
+
+
 def goes_to_sink(param: Tensor | None) -> bool:
     """Returns whether a parameter has no gradient, or a sink takes it and no hook of another's."""
     if param is None or not param.requires_grad:

@@ -7,8 +7,6 @@ first). The logits' memory becomes the exponentials and then the gradient.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -93,9 +91,8 @@ def vocab_parallel_cross_entropy(
     ids; those below 0 cost nothing. first: the global id of the shard's first column. columns: the shard's, where
     there is padding behind them, whose gradient is zero.
     """
-    columns = logits.shape[-1] if columns is None else columns
-    how = {"targets": targets, "axis": axis, "first": first, "columns": columns}
-    return as_one(logits, functools.partial(run, **how))
+    width = logits.shape[-1] if columns is None else columns
+    return as_one(logits, lambda x, tape: run(x, tape, targets, axis, first, width))
 
 
 # ------------------------------------------------------------------------------------------ csrc/cuda/cross_entropy.cu
@@ -240,7 +237,7 @@ def weighted_loss(
     By our kernels it makes the gradient in the forward, and can be differentiated once.
     """
     if logits.requires_grad and torch.is_grad_enabled():
-        how = {"targets": targets, "weight": weight, "axis": axis, "first": first, "columns": columns}
-        return as_one(logits, functools.partial(run_weighted, **how, vocabulary=vocabulary))
+        rest = (targets, weight, axis, first, columns, vocabulary)
+        return as_one(logits, lambda x, tape: run_weighted(x, tape, *rest))
     losses = vocab_parallel_cross_entropy(logits, targets, axis, first, columns)
     return losses.sum() * weight.to(losses.dtype)

@@ -14,7 +14,7 @@ Layers pass on a tensor, or a tuple or dict of tensors, of any shape and dtype (
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -112,7 +112,6 @@ class Stage:
         self._joined = {unit for unit in self._units[:-1] if not apart & {unit, unit + 1}}
         self._open: dict[int, list[Frame]] = {}
         self._walks: dict[tuple[bool, bool], tuple[Step, ...]] = {}
-        self._looking = [part for layer in layers for part in layer.modules() if callable(getattr(part, "look", None))]
 
     def _walk(self, backward: bool, keep: bool) -> tuple[Step, ...]:
         """The steps of a pass; of gathers and releases only those of parameters that come and go."""
@@ -129,8 +128,9 @@ class Stage:
 
     def reset(self) -> None:
         """Begins a step: drops micro-batches without a backward, of an aborted one; layers look at their parts."""
-        for part in self._looking:
-            part.look()
+        for layer in self.layers:
+            if callable(look := getattr(layer, "look", None)):
+                look()
         for frames in self._open.values():
             self._drop(frames)
         self._open.clear()
@@ -171,15 +171,10 @@ class Stage:
             return self._run_to_recompute(unit, x, micro)
         given = [part for part in tensors(x) if part.requires_grad] if unit - 1 in self._joined else []
         versions = [part._version for part in given]
-        layer, selective = self.layers[unit - self.first], self.recomputed.selective
-        if selective is not None and unit in self.recomputed.units and micro.training:
-            with selective.watch():
-                y = layer(x, micro)
-        else:
+        layer = self._layer(unit)
+        with self._watch(unit) if micro.training else nullcontext():
             y = layer(x, micro)
-        if (
-            given and [part._version for part in given] != versions
-        ):  # of an input without a neighbour's graph, torch says it
+        if [part._version for part in given] != versions:  # of an input without a neighbour's graph, torch says it
             raise RuntimeError(f"layer {unit} ({type(layer).__name__}) changed its input in-place")
         parts = self._tensors(unit, y)
         if not micro.training:
@@ -189,6 +184,10 @@ class Stage:
         edges = tuple(get_gradient_edge(part) if part.requires_grad else None for part in parts)
         outputs = like(y, [part.detach().requires_grad_(part.requires_grad) for part in parts])
         return outputs, Frame(begin, edges)
+
+    def _watch(self, unit: int) -> AbstractContextManager[None]:
+        selective = self.recomputed.selective
+        return nullcontext() if selective is None or unit not in self.recomputed.units else selective.watch()
 
     def _tensors(self, unit: int, y: Any) -> tuple[Tensor, ...]:
         try:
