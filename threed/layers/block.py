@@ -17,7 +17,7 @@ from threed.layers.norm import Norm, sum_and_norm
 from threed.layers.recompute import Recompute
 from threed.layers.running import may_run, wanted, watched
 from threed.layers.slicing import MicroBatch, Slicing
-from threed.ops.tape import Tape, apply, as_one
+from threed.ops.tape import Rewind, Tape, apply, as_one
 
 
 class Embedding(nn.Module):
@@ -101,14 +101,13 @@ class _BeforeHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: _Parts) -> tuple[Tensor, Tensor]:
-        ctx.tape = tape = Tape()
-        x, y = parts.before_heads(x, tape)
-        ctx.save_for_backward(*tape.tensors)
+        x, y = parts.before_heads(x, tape := Tape())
+        tape.keep(ctx)
         return x.view_as(x), y
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dy: Tensor) -> tuple[Tensor, None]:
-        back = ctx.tape.rewind(ctx.saved_tensors)
+        back = Rewind(ctx)
         return back.step(back.to(1, dy), dx), None
 
 
@@ -117,18 +116,18 @@ class _AfterHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor | None, x: Tensor, parts: _Parts, micro: MicroBatch) -> Tensor:
-        ctx.tape = tape = Tape()
+        tape = Tape()
         if y is None:
             x, projected = parts.before_heads(x, tape)
             y = parts.attention.run_heads(projected, tape)
         ctx.heads = len(tape)
         z, ctx.norm = parts.after_heads(y, x, tape, micro)
-        ctx.save_for_backward(*tape.tensors)
+        tape.keep(ctx)
         return z
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
-        back = ctx.tape.rewind(ctx.saved_tensors)
+        back = Rewind(ctx)
         dx = back.step(back.to(ctx.norm, dz), dz)
         dy = back.to(ctx.heads, dx)
         if ctx.heads:

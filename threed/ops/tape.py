@@ -14,7 +14,7 @@ part computes, and in which order, is the same either way: so are the bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Tape:
     """The backwards of what ran, in order, and the tensors that they read."""
 
     def __init__(self) -> None:
-        self.tensors: list[Tensor] = []  # for `ctx.save_for_backward`
+        self.tensors: list[Tensor] = []
         self._steps: list[tuple[Back, int]] = []
 
     def __len__(self) -> int:
@@ -38,29 +38,31 @@ class Tape:
         self.tensors += tensors
         self._steps.append((back, len(tensors)))
 
-    def rewind(self, saved: Sequence[Tensor]) -> Rewind:
-        """Returns the tape from its end, with the tensors as autograd gives them back."""
-        return Rewind(self._steps, saved)
+    def keep(self, ctx: Any) -> None:
+        """Gives the tensors to autograd, at the end of a forward."""
+        ctx.save_for_backward(*self.tensors)
+        self.tensors, ctx.tape = [], self
 
 
 class Rewind:
-    """Runs backwards, the last step first."""
+    """The tape of a function whose backward runs, from its end: runs steps, the last one first, and lets go of their
+    tensors one after the other."""
 
-    def __init__(self, steps: list[tuple[Back, int]], saved: Sequence[Tensor]) -> None:
-        self._steps, self._saved = steps, saved
-        self._step, self._end = len(steps), len(saved)
+    def __init__(self, ctx: Any) -> None:
+        self._steps, self._saved = list(ctx.tape._steps), list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()  # else they stay to the function's end; no graph is retained by this
 
     def step(self, *gradients: Tensor) -> Any:
         """The gradient that one step makes of these."""
-        self._step -= 1
-        back, count = self._steps[self._step]
-        end = self._end
-        self._end = end - count
-        return back(*gradients, *self._saved[end - count : end])
+        back, count = self._steps.pop()
+        end = len(self._saved) - count
+        own = self._saved[end:]
+        del self._saved[end:]
+        return back(*gradients, *own)
 
     def to(self, length: int, dy: Tensor) -> Tensor:
         """The gradient that all steps make of dy, as far as where the tape had this length."""
-        while self._step > length:
+        while len(self._steps) > length:
             dy = self.step(dy)
         return dy
 
@@ -68,14 +70,13 @@ class Rewind:
 class _AsOne(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Callable[[Tensor, Tape], Tensor]) -> Tensor:
-        ctx.tape = tape = Tape()
-        y = run(x, tape)
-        ctx.save_for_backward(*tape.tensors)
+        y = run(x, tape := Tape())
+        tape.keep(ctx)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return ctx.tape.rewind(ctx.saved_tensors).to(0, dy), None
+        return Rewind(ctx).to(0, dy), None
 
 
 def apply(function: Any, *arguments: Any) -> Any:
