@@ -179,7 +179,7 @@ def embedding_cost(dims: Decoder) -> Cost:
         backward_reads=False,
         flops_forward=0,
         flops_backward=0,
-        activation_bytes=dims.tokens * (INDEX_BYTES + MASK_BYTES) + _dropout_bytes(dims),
+        activation_bytes=dims.tokens * (INDEX_BYTES + MASK_BYTES * (dims.tensor > 1)) + _dropout_bytes(dims),
         output_bytes=output,
         tp_bytes=all_reduce(_hidden_bytes(dims, dims.tokens), dims.tensor),
         partial_elements=all_reduce(positions, dims.tensor) if dims.scattered else 0,
@@ -231,7 +231,7 @@ def head_cost(dims: Decoder) -> Cost:
         flops_forward=forward,
         flops_backward=2 * forward,
         activation_bytes=normed
-        + dims.tokens * (vocab * dims.wide_bytes + 2 * INDEX_BYTES + MASK_BYTES + dims.wide_bytes),
+        + dims.tokens * ((vocab + 1) * dims.wide_bytes + INDEX_BYTES + MASK_BYTES * (1 + (dims.tensor > 1))),
         output_bytes=0,
         working_bytes=dims.tokens * (vocab * narrow + dims.hidden * dims.element_bytes),
         tp_bytes=all_reduce(_hidden_bytes(dims, dims.tokens), dims.tensor) + exchange,

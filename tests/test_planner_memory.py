@@ -170,7 +170,7 @@ def test_first_stage_of_1f1b_keeps_p_microbatches_as_in_2205_05198_section_4_2_3
     model = {"layers": 8}
     whole = Decoder(hidden=128, heads=4, ffn=512, vocab=64, seq=16, positions=16, micro_batch=2)
     embedding, block, *_, head = (cost.activation_bytes for cost in transformer_costs(whole, 8))
-    head += 4 - 2 * 16 * 8  # the loss's weight; labels are the batch's
+    head += 4  # the loss's weight
     for p in (1, 2, 4, 8):
         counts = [1 + 8 // p, *[8 // p] * (p - 2), 8 // p + 1] if p > 1 else [10]
         train, cut = {"global_batch": 16}, {"pp": p, "partition": tuple(counts)}

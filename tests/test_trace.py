@@ -100,7 +100,6 @@ def apart(dims: Decoder, part: str) -> int:
         # Queries have a projection of their own, which nobody needs once they are rotated; but norms of heads do.
         found -= dims.tokens * dims.query_width * dims.element_bytes * (narrow or not dims.qk_norm)
     if part == "head":
-        found -= dims.tokens * 8  # labels are the batch's
         found += 4 * (dims.element_bytes < 8)  # the loss's weight, which comes as fp64
     return found
 

@@ -211,7 +211,7 @@ def run_weighted(
     if not fits(logits):
         losses = run(logits, tape, targets, axis, first, columns)
         weight, shape = weight.to(losses.dtype), losses.shape
-        tape.note(lambda dloss: (dloss * weight).expand(shape))
+        tape.note(lambda dloss, weight: (dloss * weight).expand(shape), weight)
         return losses.sum() * weight
     rows, ids, weight, shape = logits.view(-1, logits.shape[-1]), targets.flatten(), weight.float(), logits.shape
     if axis.size == 1 and 2 * columns <= ROW_IN_SHARED_MEMORY:
