@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 
 def live_mib() -> float:
@@ -26,7 +27,7 @@ def live_mib() -> float:
     storages: dict[int, int] = {}
     for tensor in found:
         tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-        if tensor.device.type == "cpu":
+        if tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor):  # torch.compile leaves some behind
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values()) / 2**20

@@ -37,10 +37,10 @@ template <bool LAYER, int OF_ROW, int PACKS>
 __global__ void __launch_bounds__(Shape<OF_ROW>::THREADS)
     forward(const uint4* __restrict__ x, const uint4* __restrict__ residual, const uint4* __restrict__ before,
             const uint4* __restrict__ weight, const uint4* __restrict__ bias, uint4* __restrict__ sum,
-            uint4* __restrict__ y, float* __restrict__ means, float* __restrict__ scales, int64_t rows, int h,
+            uint4* __restrict__ y, float* __restrict__ means, float* __restrict__ scales, unsigned rows, int packs,
             float share, float eps) {
   __shared__ float scratch[2][OF_ROW];
-  const int packs = h / PACK, column = threadIdx.x % (OF_ROW * WARP);
+  const int column = threadIdx.x % (OF_ROW * WARP);
   int turn = 0;
   const unsigned row = blockIdx.x * Shape<OF_ROW>::ROWS + threadIdx.x / (OF_ROW * WARP);
   if (row >= rows) return;  // whole warps, of which none waits for another
@@ -206,7 +206,7 @@ int start_forward(const void* x, const void* residual, const void* before, const
     using K = decltype(shape);
     return launch(forward<LAYER, K::OF_ROW, K::PACKS>, unsigned(ceil_div(rows, K::ROWS)), K::THREADS, 0, stream, packs(x),
                   packs(residual), packs(before), packs(weight), packs(bias), static_cast<uint4*>(sum),
-                  static_cast<uint4*>(y), means, scales, rows, h, 1.f / float(h), eps);
+                  static_cast<uint4*>(y), means, scales, unsigned(rows), int(h / PACK), 1.f / float(h), eps);
   });
 }
 

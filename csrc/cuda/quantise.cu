@@ -2,10 +2,11 @@
 // summed over ranks (ZeRO++, arXiv 2306.10209, section 4).
 //
 //   quantise            q = round(x / scale), scale = largest |x| / 127 (or 7)       3 bytes an element (2.5 in 4 bits)
-//   dequantise, reduce  out = sum over ranks of q scale, in fp32, in their order     n + 2 bytes (n / 2 + 2)
+//   dequantise, reduce  out = sum over ranks of q scale, with 24 bits of it          n + 2 bytes (n / 2 + 2)
 //
-// A warp has a block, a lane eight of its numbers. Four bits: the first number of a byte is in its low half. Where a block has
-// a number that is not finite its scale is NaN, and so is all that comes back.
+// Of a block's 32 packs of eight numbers, which a warp quantises, a lane of `dequantise` has PACKS in 16 bytes: lane i packs i,
+// i + 32 / PACKS ..., and so they lie in memory. Then both read and write whole sectors. Four bits: the first number of a byte
+// is in its low half, plus 8; the second has a sign. Where a block has a number that is not finite its scale is NaN, and so is all that comes back.
 
 #include "common.cuh"
 
@@ -24,45 +25,28 @@ template <>
 struct Packed<4> {
   using type = unsigned;
 };
+template <int BITS>
+constexpr int PACKS = 16 / BITS;  // in 16 bytes
 
 // What 1.5 2^23 and a number of less than 2^22 sum to has the nearest whole number, ties to even, in its last bits.
 constexpr float ROUNDER = 12582912.f;
 constexpr unsigned ROUNDER_BITS = 0x4B400000u;
-constexpr float SMALLEST = 1e-36f;  // of a block's largest number: else the inverse of its scale is infinite, so it is 0
+constexpr float SMALLEST = 1e-28f;  // of a block's largest number: else parts of its scale are no normal numbers, so it is 0
 
 // A word's whole numbers plus ROUNDER, as fields of BITS: summed as numbers without sign, until the last step.
 template <int BITS>
 __device__ __forceinline__ unsigned word_of(const float* rounded) {
-  constexpr unsigned HALF = 1u << (BITS - 1), ONES = BITS == 8 ? 0x01010101u : 0x11111111u;
+  constexpr unsigned HALF = 1u << (BITS - 1), ONES = BITS == 8 ? 0x01010101u : 0x11111111u, SIGNS = 0x80808080u;
   unsigned word = 0;
 #pragma unroll
   for (int k = 32 / BITS - 1; k >= 0; k--) word = (word << BITS) + __float_as_uint(rounded[k]);
-  return (word - (ROUNDER_BITS - HALF) * ONES) ^ (HALF * ONES);
+  return (word - (ROUNDER_BITS - HALF) * ONES) ^ SIGNS;
 }
 
 __device__ __forceinline__ uint2 join(const float (&rounded)[PACK], uint2) {
   return make_uint2(word_of<8>(rounded), word_of<8>(rounded + 4));
 }
 __device__ __forceinline__ unsigned join(const float (&rounded)[PACK], unsigned) { return word_of<4>(rounded); }
-
-// Byte k of a word, less `zero`. whole: the bits of 2^23, which is what they stand for with a byte in the last of them.
-constexpr unsigned WHOLE_BITS = 0x4B000000u;
-__device__ __forceinline__ float byte_of(unsigned word, int k, float zero, unsigned whole) {
-  return __uint_as_float(__byte_perm(word, whole, 0x7540u + k)) - (8388608.f + zero);
-}
-
-// Adds numbers times `scale`; those of 4 bits in the upper halves of bytes as they lie there, 16 times.
-__device__ __forceinline__ void add(float (&sum)[PACK], const uint2& words, float scale, unsigned whole) {
-#pragma unroll
-  for (int k = 0; k < PACK; k++)
-    sum[k] += byte_of((k < 4 ? words.x : words.y) ^ 0x80808080u, k % 4, 128.f, whole) * scale;
-}
-__device__ __forceinline__ void add(float (&sum)[PACK], unsigned word, float scale, unsigned whole) {
-  const unsigned fields = word ^ 0x88888888u, low = fields & 0x0f0f0f0fu, high = fields & 0xf0f0f0f0u;
-#pragma unroll
-  for (int k = 0; k < PACK; k++)
-    sum[k] += byte_of(k % 2 ? high : low, k / 2, k % 2 ? 128.f : 8.f, whole) * scale;
-}
 
 // The largest |x| of a warp's packs. Without their signs, numbers are ordered as their bits are; infinity and NaN are last.
 __device__ __forceinline__ float largest_of_warp(const uint4& from) {
@@ -79,49 +63,124 @@ __global__ void __launch_bounds__(THREADS)
     quantise(const uint4* __restrict__ x, typename Packed<BITS>::type* __restrict__ out, float* __restrict__ scales,
              int64_t blocks) {
   constexpr float TOP = BITS == 8 ? 127.f : 7.f;
+  constexpr int LANES = WARP / PACKS<BITS>;
   const int lane = threadIdx.x % WARP;
+  x += lane;
+  out += lane % LANES * PACKS<BITS> + lane / LANES;
+#pragma unroll 4
   for (int64_t block = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP; block < blocks;
        block += int64_t(gridDim.x) * WARPS) {
-    const uint4 words = __ldcs(x + block * WARP + lane);
+    const uint4 words = __ldcs(x + block * WARP);
     const float top = largest_of_warp(words), inverse = top >= SMALLEST ? __fdividef(TOP, top) : 0.f;
     float y[PACK];
     unpack(words, y);
 #pragma unroll
     for (int k = 0; k < PACK; k++) y[k] = fmaf(y[k], inverse, ROUNDER);
-    __stcs(out + block * WARP + lane, join(y, typename Packed<BITS>::type()));
+    __stcs(out + block * WARP, join(y, typename Packed<BITS>::type()));
     if (lane == 0) scales[block] = top < INFINITY ? top * (1.f / TOP) : NAN;
   }
+}
+
+constexpr int AHEAD = 8;  // ranks whose numbers a thread asks for before it uses the first; they are summed as whole numbers
+
+// Their scales as whole numbers of 24 bits times `step`: low digits of 16 bits with a sign, and high ones, of two ranks a word.
+struct Scales {
+  unsigned low[AHEAD / 2], high[AHEAD / 2];
+  int low_eights, high_eights;  // their sums, times -8
+  float step;
+};
+
+__device__ __forceinline__ Scales fixed(const float (&scale)[AHEAD]) {
+  constexpr float ONE = 8388608.f;  // 2^23: what it and a whole number below it sum to has that in its last bits
+  constexpr unsigned ONE_BITS = 0x4B000000u, HALF = 0x8000u, MINUS_EIGHTS = 0xf8f8u;
+  unsigned top = 0, digits[AHEAD];  // without signs, numbers are ordered as their bits are; NaN is last
+#pragma unroll
+  for (int u = 0; u < AHEAD; u++) top = max(top, __float_as_uint(scale[u]));
+  const float largest = __uint_as_float(top), inverse = largest > 0.f ? __fdividef(1.f, largest) : 0.f;
+#pragma unroll
+  for (int u = 0; u < AHEAD; u++)
+    digits[u] = (__float_as_uint(fmaf(scale[u] * inverse, ONE, ONE)) + (HALF - ONE_BITS)) ^ HALF;
+  Scales out;
+  out.low_eights = out.high_eights = 0;
+  out.step = largest * (1.f / ONE);
+#pragma unroll
+  for (int u = 0; u < AHEAD / 2; u++) {
+    out.low[u] = __byte_perm(digits[2 * u], digits[2 * u + 1], 0x5410u);
+    out.high[u] = __byte_perm(digits[2 * u], digits[2 * u + 1], 0x7632u);
+    out.low_eights = __dp2a_lo(int(out.low[u]), int(MINUS_EIGHTS), out.low_eights);
+    out.high_eights = __dp2a_lo(int(out.high[u]), int(MINUS_EIGHTS), out.high_eights);
+  }
+  return out;
+}
+
+// Four numbers of 16 bytes, as bytes with a sign: numbers 4 k .. 4 k + 3. Of 4 bits every second of eight: the first ones of
+// bytes, which are 8 too large, or the others, 16 times too large.
+template <int BITS>
+__device__ __forceinline__ unsigned quad(const uint4& from, int k) {
+  const unsigned words[] = {from.x, from.y, from.z, from.w};
+  return BITS == 8 ? words[k] : words[k / 2] & (k % 2 ? 0xf0f0f0f0u : 0x0f0f0f0fu);
+}
+
+// Adds the numbers of `quad` k of all ranks times their scales: two ranks and two digits of 16 bits at a time.
+template <int BITS>
+__device__ __forceinline__ void add(float (&sum)[4], const uint4 (&from)[AHEAD], const Scales& scales, int k) {
+  const bool first_of_bytes = BITS == 4 && k % 2 == 0, second = BITS == 4 && k % 2 == 1;
+  int low[4], high[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    low[i] = first_of_bytes ? scales.low_eights : 0;
+    high[i] = first_of_bytes ? scales.high_eights : 0;
+  }
+#pragma unroll
+  for (int u = 0; u < AHEAD; u += 2) {
+    const unsigned a = quad<BITS>(from[u], k), b = quad<BITS>(from[u + 1], k);
+    const int pairs[] = {int(__byte_perm(a, b, 0x5140u)), int(__byte_perm(a, b, 0x7362u))};
+    const int of_low = int(scales.low[u / 2]), of_high = int(scales.high[u / 2]);
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      low[i] = __dp2a_lo(of_low, pairs[i / 2], low[i]);
+      low[i + 1] = __dp2a_hi(of_low, pairs[i / 2], low[i + 1]);
+      high[i] = __dp2a_lo(of_high, pairs[i / 2], high[i]);
+      high[i + 1] = __dp2a_hi(of_high, pairs[i / 2], high[i + 1]);
+    }
+  }
+  const float step = second ? scales.step * (1.f / 16) : scales.step;
+#pragma unroll
+  for (int i = 0; i < 4; i++) sum[i] = fmaf(float(high[i]), step * 65536.f, fmaf(float(low[i]), step, sum[i]));
 }
 
 // q [ranks blocks 256], scales [ranks blocks] -> out bf16 [blocks 256]
 template <int BITS>
 __global__ void __launch_bounds__(THREADS)
-    dequantise(const typename Packed<BITS>::type* __restrict__ q, const float* __restrict__ scales, uint4* __restrict__ out,
-               int64_t blocks, int ranks) {
-  constexpr int AHEAD = 8;  // ranks whose words a thread asks for before it uses the first
-  // Nothing but itself, yet not a constant to the compiler: so it is in a register, and the bytes' places in instructions.
-  const unsigned whole = WHOLE_BITS + unsigned(ranks < 0);
-  const int lane = threadIdx.x % WARP;
-  for (int64_t block = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP; block < blocks;
-       block += int64_t(gridDim.x) * WARPS) {
-    float sum[PACK] = {};
-    const auto* from = q + block * WARP + lane;
-    const float* scale_at = scales + block;
+    dequantise(const uint4* __restrict__ q, const float* __restrict__ scales, uint4* __restrict__ out, int64_t blocks,
+               int ranks) {
+  constexpr int LANES = WARP / PACKS<BITS>, QUADS = 2 * PACKS<BITS>;
+  const int64_t of_rank = blocks * LANES;
+  uint4 words[AHEAD] = {};  // of a rank that is not there whatever was: times nothing
+  for (int64_t at = int64_t(blockIdx.x) * THREADS + threadIdx.x; at < of_rank; at += int64_t(gridDim.x) * THREADS) {
+    float sum[QUADS][4] = {};
+    const uint4* from = q + at;
+    const float* scale_at = scales + at / LANES;
     for (int rank = 0; rank < ranks; rank += AHEAD) {
-      typename Packed<BITS>::type words[AHEAD] = {};
       float scale[AHEAD] = {};
 #pragma unroll
-      for (int u = 0; u < AHEAD; u++, from += blocks * WARP, scale_at += blocks) {
+      for (int u = 0; u < AHEAD; u++, from += of_rank, scale_at += blocks) {
         if (rank + u >= ranks) continue;
         words[u] = __ldcs(from);
         scale[u] = __ldg(scale_at);
       }
+      const Scales whole = fixed(scale);
 #pragma unroll
-      for (int u = 0; u < AHEAD; u++) add(sum, words[u], scale[u], whole);  // nothing, from a rank that is not there
+      for (int k = 0; k < QUADS; k++) add<BITS>(sum[k], words, whole, k);
     }
+    uint4* const to = out + at / LANES * WARP + at % LANES;
 #pragma unroll
-    for (int k = 1; k < PACK; k += 2) sum[k] *= BITS == 4 ? 1.f / 16 : 1.f;
-    __stcs(out + block * WARP + lane, pack(sum));
+    for (int part = 0; part < PACKS<BITS>; part++) {
+      float y[PACK];
+#pragma unroll
+      for (int i = 0; i < PACK; i++) y[i] = BITS == 8 ? sum[2 * part + i / 4][i % 4] : sum[2 * part + i % 2][i / 2];
+      __stcs(to + part * LANES, pack(y));
+    }
   }
 }
 
@@ -140,11 +199,10 @@ int threed_cuda_quantise(const void* x, void* out, float* scales, int64_t blocks
 // out bf16 [blocks 256] = the sum over ranks of q [ranks blocks 256] times scales [ranks blocks].
 int threed_cuda_dequantise(const void* q, const float* scales, void* out, int64_t blocks, int64_t ranks, int64_t bits,
                            int64_t grid, cudaStream_t stream) {
+  const uint4* const from = static_cast<const uint4*>(q);
   uint4* const to = static_cast<uint4*>(out);
-  return bits == 8 ? launch(dequantise<8>, unsigned(grid), THREADS, 0, stream, static_cast<const uint2*>(q), scales, to,
-                            blocks, ranks)
-                   : launch(dequantise<4>, unsigned(grid), THREADS, 0, stream, static_cast<const unsigned*>(q), scales, to,
-                            blocks, ranks);
+  return bits == 8 ? launch(dequantise<8>, unsigned(grid), THREADS, 0, stream, from, scales, to, blocks, int(ranks))
+                   : launch(dequantise<4>, unsigned(grid), THREADS, 0, stream, from, scales, to, blocks, int(ranks));
 }
 
 }  // extern "C"

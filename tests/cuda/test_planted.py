@@ -134,10 +134,12 @@ FAULTS = {
         "adam.cu", "i += int64_t(gridDim.x) * THREADS", "i += int64_t(gridDim.x - 1) * THREADS", updated, "race"
     ),
     "a lane's share for another's": Planted(
-        "quantise.cu", "__stcs(out + block * WARP + lane, join", "__stcs(out + block * WARP + lane / 2, join",
+        "quantise.cu", "out += lane % LANES * PACKS<BITS>", "out += lane % LANES / 2 * PACKS<BITS>",
         quantised, "race",
     ),
-    "the sign of a number": Planted("quantise.cu", "^ 0x80808080u", "^ 0x00808080u", quantised, None),
+    "the sign of a number": Planted("quantise.cu", "SIGNS = 0x80808080u", "SIGNS = 0x00808080u", quantised, None),
+    "the place of a number": Planted("quantise.cu", "0x5140u", "0x5041u", quantised, None),
+    "another rank's scale": Planted("quantise.cu", "0x7632u", "0x3276u", quantised, None),
     "a part is left out": Planted("sums.cu", "part = warp;", "part = warp + 1;", summed, None),
     "columns beyond the last": Planted("sums.cu", "row < rows && at < packs", "row < rows", summed, BEYOND),
 }  # fmt: skip

@@ -58,7 +58,7 @@ def test_dequantise(ranks: int, blocks: int, bits: int) -> None:
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
         out = quantise.dequantise(q, scales, bits)
-        assert_traffic(machine.launches[0], {"q": (1, 0), "scales": (32, 0), "out": (0, 1)})
+        assert_traffic(machine.launches[0], {"q": (1, 0), "scales": (2 * bits, 0), "out": (0, 1)})
         if blocks >= 16:
             assert_coalesced(machine.launches[0])
         return (out,)

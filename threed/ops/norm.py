@@ -120,7 +120,7 @@ def _check(
     """Refuses what the kernel would misread; returns the number of rows, and of columns."""
     h = weight.numel()
     tensors = [t for t in (x, weight, *rows, *vectors) if t is not None]
-    fits = x.dim() == 2 and x.shape[1] == h and h % 8 == 0 and 0 < h <= LARGEST
+    fits = x.dim() == 2 and x.shape[1] == h and h % 8 == 0 and 0 < h <= LARGEST and len(x) < 2**31
     fits = fits and all(t is None or t.shape == x.shape for t in rows)
     fits = fits and all(t is None or t.numel() == h for t in vectors) and all(map(launch.packed, tensors))
     wanted = f"bf16 [n h] and [h], contiguous and 16-byte aligned, h a multiple of 8 up to {LARGEST}"

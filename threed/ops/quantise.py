@@ -25,11 +25,14 @@ def quantise_reference(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def unpacked(q: Tensor, bits: int) -> Tensor:
-    """The whole numbers int8 [... k 256] of packed ones uint8 [... k 256 bits/8]."""
+    """The whole numbers int8 [... k 256] of packed ones uint8 [... k 256 bits/8]: lane by lane, of each so many packs of
+    eight numbers as 16 bytes hold; a block's first pack is the first lane's first, its second the second lane's first."""
+    packs = 16 // bits
+    rows = q.unflatten(-1, (32 // packs, packs, bits)).transpose(-3, -2)
     if bits == 8:
-        return q.view(torch.int8)
-    low, high = (q << 4).view(torch.int8) >> 4, q.view(torch.int8) >> 4
-    return torch.stack((low, high), -1).flatten(-2)
+        return rows.contiguous().view(torch.int8).flatten(-3)
+    low, high = (rows & 15).view(torch.int8) - 8, rows.contiguous().view(torch.int8) >> 4
+    return torch.stack((low, high), -1).flatten(-4)
 
 
 def dequantise_reference(q: Tensor, scales: Tensor, bits: int) -> Tensor:
@@ -58,9 +61,9 @@ def dequantise(q: Tensor, scales: Tensor, bits: int) -> Tensor:
     launch.check(fits, "dequantise", "q uint8 [r k 256 bits/8] and scales fp32 [r k], contiguous", q, scales)
     out = q.new_empty(blocks * BLOCK, dtype=torch.bfloat16)
     if blocks:
-        launch.start("dequantise", q, scales, out, blocks, ranks, bits, _grid(q, blocks))
+        launch.start("dequantise", q, scales, out, blocks, ranks, bits, _grid(q, -(-blocks // (16 // bits))))
     return out
 
 
-def _grid(x: Tensor, blocks: int) -> int:
-    return min(8 * device.processors(x.device), -(-blocks // 8))
+def _grid(x: Tensor, warps: int) -> int:
+    return min(8 * device.processors(x.device), -(-warps // 8))

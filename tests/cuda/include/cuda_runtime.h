@@ -162,6 +162,10 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   for (int k = 0; k < 4; k++) out |= unsigned(bytes >> (selector >> 4 * k & 7) * 8 & 0xff) << 8 * k;
   return out;
 }
+inline int __dp2a_lo(int halves, int bytes, int sum) {
+  return sum + int16_t(halves) * int8_t(bytes) + int16_t(halves >> 16) * int8_t(bytes >> 8);
+}
+inline int __dp2a_hi(int halves, int bytes, int sum) { return __dp2a_lo(halves, bytes >> 16, sum); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
 inline float __expf(float x) { return std::exp2(x * 1.442695040888963f); }
 inline float __logf(float x) { return std::log2(x) * 0.6931471805599453f; }
