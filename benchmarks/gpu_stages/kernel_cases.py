@@ -405,7 +405,7 @@ def quantisations(s: Sizes, device: torch.device) -> list[Case]:
     x = bf16(s.blocks * quantise.BLOCK, device=device)
     for bits in quantise.TOPS:
         whole, scales = quantise.quantise_reference(x.float(), bits)
-        q = _packed(whole, bits).expand(ranks, -1, -1).contiguous()
+        q = quantise.packed(whole, bits).expand(ranks, -1, -1).contiguous()
         spread = scales * torch.linspace(0.5, 2, ranks, device=device).view(-1, 1)
         cases += [
             Case(
@@ -425,14 +425,6 @@ def quantisations(s: Sizes, device: torch.device) -> list[Case]:
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
-
-
-def _packed(whole: Tensor, bits: int) -> Tensor:
-    """Whole numbers int8 [k 256] as the kernel packs them."""
-    if bits == 8:
-        return whole.view(torch.uint8)
-    low, high = (part & 15 for part in whole.unflatten(-1, (-1, 2)).unbind(-1))
-    return (low | high << 4).view(torch.uint8)
 
 
 def _worst(x: Tensor, whole: Any, scales: Any, bits: int) -> Tensor:

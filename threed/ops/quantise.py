@@ -24,9 +24,21 @@ def quantise_reference(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return whole.to(torch.int8), scales
 
 
+def packed(whole: Tensor, bits: int) -> Tensor:
+    """Whole numbers int8 [... k 256] as they are packed, uint8 [... k 256 bits/8]: see `unpacked`."""
+    packs = 16 // bits
+    rows = whole.unflatten(-1, (packs, 32 // packs, 8)).transpose(-3, -2)
+    if bits == 8:
+        return rows.contiguous().view(torch.uint8).flatten(-3)
+    return ((rows[..., ::2] + 8) | (rows[..., 1::2] << 4)).view(torch.uint8).flatten(-3)
+
+
 def unpacked(q: Tensor, bits: int) -> Tensor:
-    """The whole numbers int8 [... k 256] of packed ones uint8 [... k 256 bits/8]: lane by lane, of each so many packs of
-    eight numbers as 16 bytes hold; a block's first pack is the first lane's first, its second the second lane's first."""
+    """The whole numbers int8 [... k 256] of packed ones uint8 [... k 256 bits/8].
+
+    16 bytes have packs of eight numbers that are as far apart in the block as can be: its first pack is in the first 16
+    bytes, its second in the next. Of two numbers of 4 bits in a byte the first is in the low half, plus 8.
+    """
     packs = 16 // bits
     rows = q.unflatten(-1, (32 // packs, packs, bits)).transpose(-3, -2)
     if bits == 8:
