@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests import looping
+from tests.harness import run_ranks
 from threed import models
 from threed.config import Config, resolve
 from threed.engine import Engine, StepMetrics
@@ -156,6 +157,16 @@ def padded_to(rows: int) -> Iterator[None]:
         return
     with mock.patch.object(embedding, "PAD_FROM", 1), mock.patch.object(embedding, "PAD_TO", rows):
         yield
+
+
+def compare_in_worlds(cases: Sequence[Case], compare: Callable[[Sequence[Case]], list[str]]) -> None:
+    """Runs `compare`, on every rank, in a world for each shape of the cases: AssertionError with all that it finds."""
+    wrong: list[str] = []
+    for shape in sorted({(case.pp, case.dp, case.tp) for case in cases}):
+        mine = [case for case in cases if (case.pp, case.dp, case.tp) == shape]
+        for found in run_ranks(mine[0].world, compare, mine, timeout=1200):
+            wrong += found
+    assert not wrong, "\n".join(wrong)
 
 
 def trained(case: Case, **keywords: object) -> tuple[Engine, list[StepMetrics]]:

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from tests import test_equivalence as equivalence
-from tests.configs import Case, batch, config_of, engine_of, padded_to, share
+from tests.configs import Case, batch, compare_in_worlds, config_of, engine_of, padded_to, share
 from tests.covering import Space
-from tests.harness import run_ranks
 from threed import models
 from threed.engine import Engine
 from threed.layers import block, loss
@@ -92,25 +91,15 @@ def compare(cases: Sequence[Case]) -> list[str]:
     return wrong
 
 
-def compare_all(cases: Sequence[Case]) -> None:
-    """The same in a world for each shape."""
-    wrong: list[str] = []
-    for shape in sorted({(case.pp, case.dp, case.tp) for case in cases}):
-        mine = [case for case in cases if (case.pp, case.dp, case.tp) == shape]
-        for found in run_ranks(mine[0].world, compare, mine, timeout=1200):
-            wrong += found
-    assert not wrong, "\n".join(wrong)
-
-
 def test_every_bit_is_the_same_in_a_covering_set() -> None:
-    compare_all(SPACE.covering(0))
+    compare_in_worlds(SPACE.covering(0), compare)
 
 
 @pytest.mark.grid
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_every_bit_is_the_same_in_all_topologies(seed: int) -> None:
-    compare_all(equivalence.SPACE.covering(seed))
+    compare_in_worlds(equivalence.SPACE.covering(seed), compare)
 
 
 def engine_alone(**changes: Any) -> tuple[Engine, int]:

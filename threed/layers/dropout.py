@@ -26,10 +26,6 @@ class Dropout(nn.Module):
         super().__init__()
         self.name, self.p, self.slicing = name, p, slicing
 
-    def can_run(self) -> bool:
-        """Always."""
-        return True
-
     def run(self, x: Tensor, tape: Tape, micro: MicroBatch) -> Tensor:
         """The layer on a tape."""
         if self.p == 0 or not micro.training:

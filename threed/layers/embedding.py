@@ -102,10 +102,6 @@ class PositionEmbedding(nn.Module):
         """None that count."""
         return 0
 
-    def can_run(self) -> bool:
-        """Always."""
-        return True
-
     def run(self, x: Tensor, tape: Tape) -> Tensor:
         """The layer on a tape."""
         weight = self.weight

@@ -109,10 +109,6 @@ class Norm(nn.Module):
         params = self._params()
         return _Fused.apply(x, residual, *for_autograd(x, *params), params, self.eps, self.layer, both)
 
-    def can_run(self) -> bool:
-        """Always; see `takes`."""
-        return True
-
     def takes(self, x: Tensor) -> bool:
         """Whether `run` and `run_sum` take x: our kernel must, or torch's norm be one operation of autograd's."""
         return self.layer or self.fits(x)

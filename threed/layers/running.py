@@ -15,7 +15,8 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def runs(cls: _Class) -> _Class:
-    """Marks a class whose objects, and not those of classes derived from it, have `run` and `can_run`."""
+    """Marks a class whose objects, and not those of classes derived from it, have `run`. Where one has `can_run`, that
+    says whether it can as it is set up."""
     _RUNS.add(cls)
     return cls
 
@@ -32,8 +33,7 @@ def may_run(module: nn.Module | None) -> bool:
     )  # fmt: skip
     if around or not all(map(goes_to_sink, dict.values(module._parameters))):
         return False
-    can: bool = module.can_run()  # type: ignore[operator]
-    return can
+    return bool(getattr(module, "can_run", lambda: True)())
 
 
 def watched() -> bool:
