@@ -2,11 +2,14 @@
 // summed over ranks (ZeRO++, arXiv 2306.10209, section 4).
 //
 //   quantise            q = round(x / scale), scale = largest |x| / 127 (or 7)       3 bytes an element (2.5 in 4 bits)
-//   dequantise, reduce  out = sum over ranks of q scale, with 24 bits of it          n + 2 bytes (n / 2 + 2)
+//   dequantise, reduce  out = sum over n ranks of q scale                            n + 2 bytes (n / 2 + 2 in 4 bits)
 //
-// Of a block's 32 packs of eight numbers, which a warp quantises, a lane of `dequantise` has PACKS in 16 bytes: lane i packs i,
-// i + 32 / PACKS ..., and so they lie in memory. Then both read and write whole sectors. Four bits: the first number of a byte
-// is in its low half, plus 8; the second has a sign. Where a block has a number that is not finite its scale is NaN, and so is all that comes back.
+// The sum is in fp32 of eight ranks at a time; among these, scales are rounded to 2^-23 of the largest. They are as `quantise`
+// makes them: positive, +0, or NaN where a block has a number that is not finite, and then so is all that comes back.
+//
+// A warp quantises a block, each lane a pack of eight numbers. In `dequantise` a lane has PACKS of them in 16 bytes: lane i has
+// packs i, i + 32 / PACKS, ..., and so they lie in memory. Then both read and write whole sectors. In 4 bits the first number
+// of a byte is in the low half, plus 8; the second, in the high half, has a sign.
 
 #include "common.cuh"
 
@@ -31,7 +34,8 @@ constexpr int PACKS = 16 / BITS;  // in 16 bytes
 // What 1.5 2^23 and a number of less than 2^22 sum to has the nearest whole number, ties to even, in its last bits.
 constexpr float ROUNDER = 12582912.f;
 constexpr unsigned ROUNDER_BITS = 0x4B400000u;
-constexpr float SMALLEST = 1e-28f;  // of a block's largest number: else parts of its scale are no normal numbers, so it is 0
+// A block whose largest number is below it becomes zeros, for `step` in `dequantise` would be flushed to zero.
+constexpr float SMALLEST = 1e-28f;
 
 // A word's whole numbers plus ROUNDER, as fields of BITS: summed as numbers without sign, until the last step.
 template <int BITS>
@@ -71,27 +75,31 @@ __global__ void __launch_bounds__(THREADS)
   for (int64_t block = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP; block < blocks;
        block += int64_t(gridDim.x) * WARPS) {
     const uint4 words = __ldcs(x + block * WARP);
-    const float top = largest_of_warp(words), inverse = top >= SMALLEST ? __fdividef(TOP, top) : 0.f;
+    const float top = largest_of_warp(words), scale = top * (1.f / TOP);
+    const float inverse = top >= SMALLEST ? __fdividef(1.f, scale) : 0.f;  // by more than 2^126 it would be 0
     float y[PACK];
     unpack(words, y);
 #pragma unroll
     for (int k = 0; k < PACK; k++) y[k] = fmaf(y[k], inverse, ROUNDER);
     __stcs(out + block * WARP, join(y, typename Packed<BITS>::type()));
-    if (lane == 0) scales[block] = top < INFINITY ? top * (1.f / TOP) : NAN;
+    if (lane == 0) scales[block] = top < INFINITY ? scale : NAN;
   }
 }
 
 constexpr int AHEAD = 8;  // ranks whose numbers a thread asks for before it uses the first; they are summed as whole numbers
 
-// Their scales as whole numbers of 24 bits times `step`: low digits of 16 bits with a sign, and high ones, of two ranks a word.
+// The scales of AHEAD ranks as whole numbers of 24 bits times `step`: their low digits of 16 bits, with a sign, and their high
+// ones, those of two ranks in a word. low_offset, high_offset: take back the 8 that the first numbers of bytes have too much.
 struct Scales {
   unsigned low[AHEAD / 2], high[AHEAD / 2];
-  int low_eights, high_eights;  // their sums, times -8
+  int low_offset, high_offset;
   float step;
 };
 
 __device__ __forceinline__ Scales fixed(const float (&scale)[AHEAD]) {
-  constexpr float ONE = 8388608.f;  // 2^23: what it and a whole number below it sum to has that in its last bits
+  // 2^23. The sum of it and a whole number up to itself has, as bits, that number more than ONE_BITS: the largest carries into
+  // the exponent.
+  constexpr float ONE = 8388608.f;
   constexpr unsigned ONE_BITS = 0x4B000000u, HALF = 0x8000u, MINUS_EIGHTS = 0xf8f8u;
   unsigned top = 0, digits[AHEAD];  // without signs, numbers are ordered as their bits are; NaN is last
 #pragma unroll
@@ -101,35 +109,35 @@ __device__ __forceinline__ Scales fixed(const float (&scale)[AHEAD]) {
   for (int u = 0; u < AHEAD; u++)
     digits[u] = (__float_as_uint(fmaf(scale[u] * inverse, ONE, ONE)) + (HALF - ONE_BITS)) ^ HALF;
   Scales out;
-  out.low_eights = out.high_eights = 0;
+  out.low_offset = out.high_offset = 0;
   out.step = largest * (1.f / ONE);
 #pragma unroll
   for (int u = 0; u < AHEAD / 2; u++) {
     out.low[u] = __byte_perm(digits[2 * u], digits[2 * u + 1], 0x5410u);
     out.high[u] = __byte_perm(digits[2 * u], digits[2 * u + 1], 0x7632u);
-    out.low_eights = __dp2a_lo(int(out.low[u]), int(MINUS_EIGHTS), out.low_eights);
-    out.high_eights = __dp2a_lo(int(out.high[u]), int(MINUS_EIGHTS), out.high_eights);
+    out.low_offset = __dp2a_lo(int(out.low[u]), int(MINUS_EIGHTS), out.low_offset);
+    out.high_offset = __dp2a_lo(int(out.high[u]), int(MINUS_EIGHTS), out.high_offset);
   }
   return out;
 }
 
-// Four numbers of 16 bytes, as bytes with a sign: numbers 4 k .. 4 k + 3. Of 4 bits every second of eight: the first ones of
-// bytes, which are 8 too large, or the others, 16 times too large.
+// Four numbers of a lane's 16 bytes, as the bytes with a sign that __dp2a reads. Of 8 bits: numbers 4 k to 4 k + 3. Of 4 bits:
+// of pack k / 2 the first numbers of its bytes, 8 too large, or with an odd k the second ones, 16 times too large.
 template <int BITS>
 __device__ __forceinline__ unsigned quad(const uint4& from, int k) {
   const unsigned words[] = {from.x, from.y, from.z, from.w};
   return BITS == 8 ? words[k] : words[k / 2] & (k % 2 ? 0xf0f0f0f0u : 0x0f0f0f0fu);
 }
 
-// Adds the numbers of `quad` k of all ranks times their scales: two ranks and two digits of 16 bits at a time.
+// Adds the numbers of `quad` k of all ranks times their scales. A __dp2a takes two ranks' numbers times one digit of both.
 template <int BITS>
 __device__ __forceinline__ void add(float (&sum)[4], const uint4 (&from)[AHEAD], const Scales& scales, int k) {
   const bool first_of_bytes = BITS == 4 && k % 2 == 0, second = BITS == 4 && k % 2 == 1;
   int low[4], high[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    low[i] = first_of_bytes ? scales.low_eights : 0;
-    high[i] = first_of_bytes ? scales.high_eights : 0;
+    low[i] = first_of_bytes ? scales.low_offset : 0;
+    high[i] = first_of_bytes ? scales.high_offset : 0;
   }
 #pragma unroll
   for (int u = 0; u < AHEAD; u += 2) {
@@ -156,7 +164,7 @@ __global__ void __launch_bounds__(THREADS)
                int ranks) {
   constexpr int LANES = WARP / PACKS<BITS>, QUADS = 2 * PACKS<BITS>;
   const int64_t of_rank = blocks * LANES;
-  uint4 words[AHEAD] = {};  // of a rank that is not there whatever was: times nothing
+  uint4 words[AHEAD] = {};  // an absent rank's are those of another, and its scale is 0
   for (int64_t at = int64_t(blockIdx.x) * THREADS + threadIdx.x; at < of_rank; at += int64_t(gridDim.x) * THREADS) {
     float sum[QUADS][4] = {};
     const uint4* from = q + at;

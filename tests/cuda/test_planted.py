@@ -68,8 +68,13 @@ def updated() -> Tensor:
 
 
 def quantised() -> Tensor:
-    q, scales = quantise.quantise(bf16(9 * 256), 8)
-    return quantise.dequantise(q.unsqueeze(0), scales.unsqueeze(0), 8)
+    """To 8 and 4 bits and back, a sum over nine ranks."""
+    x, out = bf16(9 * 256), []
+    for bits in (8, 4):
+        q, scales = quantise.quantise(x, bits)
+        both = torch.stack([scales * (1 + rank) for rank in range(9)])
+        out.append(quantise.dequantise(torch.stack([q.roll(rank, 0) for rank in range(9)]), both, bits))
+    return torch.cat(out)
 
 
 def summed() -> Tensor:
@@ -139,6 +144,8 @@ FAULTS = {
     ),
     "the sign of a number": Planted("quantise.cu", "SIGNS = 0x80808080u", "SIGNS = 0x00808080u", quantised, None),
     "the place of a number": Planted("quantise.cu", "0x5140u", "0x5041u", quantised, None),
+    "all but eight ranks": Planted("quantise.cu", "rank < ranks; rank", "rank < min(ranks, 8); rank", quantised, None),
+    "an offset left out": Planted("quantise.cu", "MINUS_EIGHTS = 0xf8f8u", "MINUS_EIGHTS = 0u", quantised, None),
     "another rank's scale": Planted("quantise.cu", "0x7632u", "0x3276u", quantised, None),
     "a part is left out": Planted("sums.cu", "part = warp;", "part = warp + 1;", summed, None),
     "columns beyond the last": Planted("sums.cu", "row < rows && at < packs", "row < rows", summed, BEYOND),

@@ -49,7 +49,7 @@ def test_quantise(blocks: int, bits: int) -> None:
     assert ((back - x.double().view(-1, 256)).abs() <= 0.5001 * truth.view(-1, 1)).all()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 5, 8, 9, 17])
 @pytest.mark.parametrize("blocks", [1, 9, 40])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_dequantise(ranks: int, blocks: int, bits: int) -> None:
@@ -69,6 +69,49 @@ def test_dequantise(ranks: int, blocks: int, bits: int) -> None:
     assert_close_in_bf16(out.view(-1, 256), truth.view(-1, 256))
 
 
+def scales_of(kind: str, ranks: int) -> Tensor:
+    """Scales [ranks 3]."""
+    alike = torch.full((ranks, 3), 3e-3)
+    if kind == "alike":
+        return alike
+    if kind == "far apart":
+        return torch.logspace(-6, 6, ranks * 3).view(ranks, 3)
+    return alike.masked_fill(torch.arange(ranks).view(-1, 1) % 3 == 0, 0.0) if kind == "some zero" else alike * 0
+
+
+@pytest.mark.parametrize("kind", ["alike", "far apart", "some zero", "zero"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_sums_of_extreme_numbers_and_scales(bits: int, kind: str) -> None:
+    least = -(1 << bits - 1)  # which the kernel does not make, and must not be the end of it
+    whole = torch.randint(least, -least, (17, 3, 256), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    whole[:, 0] = least
+    whole[:, 1] = -least - 1
+    q, scales = quantise.packed(whole, bits), scales_of(kind, 17)
+    with emulated():
+        out = quantise.dequantise(q, scales, bits)
+    truth = quantise.dequantise_reference(q, scales.double(), bits)
+    assert_close_in_bf16(out.view(-1, 256), truth.view(-1, 256))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_very_small_and_very_large_blocks(bits: int) -> None:
+    x = bf16(6, 256)
+    x = (x / x.abs().amax(1, keepdim=True)).bfloat16() * torch.tensor([1e-30, 1e-27, 1e-20, 1e20, 1e37, 3e38]).view(
+        -1, 1
+    )
+    x = x.bfloat16()
+    torch.set_flush_denormal(True)  # as the kernels are compiled for GPUs
+    try:
+        with emulated():
+            q, scales = quantise.quantise(x.flatten(), bits)
+            back = quantise.dequantise(q.unsqueeze(0), scales.unsqueeze(0), bits).view(6, 256)
+    finally:
+        torch.set_flush_denormal(False)
+    assert not back[0].any()
+    top = x.double().abs().amax(1, keepdim=True)
+    assert ((back.double() - x.double()).abs()[1:] <= (0.5 / quantise.TOPS[bits] + 0.005) * top[1:]).all()
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_stays_so(bits: int, bad: float) -> None:
@@ -85,3 +128,7 @@ def test_wrong_arguments_are_refused() -> None:
     for x, bits in ((bf16(255), 8), (bf16(256).float(), 8), (bf16(256), 2)):
         with emulated(), pytest.raises(ValueError, match=r"quantise takes bf16 \[n\]"):
             quantise.quantise(x, bits)
+    q, scales = torch.zeros(2, 3, 256, dtype=torch.uint8), torch.zeros(2, 3)
+    for wrong in ((q, scales.flatten(), 8), (q[0], scales[0], 8), (q, scales, 4), (q, scales.double(), 8)):
+        with emulated(), pytest.raises(ValueError, match=r"dequantise takes q uint8"):
+            quantise.dequantise(*wrong)

@@ -39,7 +39,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer:
 def fits(x: Tensor, *vectors: Tensor | None) -> bool:
     """Returns whether the kernel takes rows x [... h] and its weights [h], which may lie at odd places of a buffer."""
     h = x.shape[-1]
-    if h % 8 or not 0 < h <= LARGEST or not launch.ready(x):
+    if h % 8 or not 0 < h <= LARGEST or x.numel() >= h << 31 or not launch.ready(x):
         return False
     return launch.packed(x) and all(vector is None or launch.packed(vector) for vector in vectors)
 

@@ -65,12 +65,15 @@ def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(q: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The sum over ranks, bf16 [n], of packed q [r k 256 bits/8] times scales [r k]. r + 2 bytes an element."""
-    ranks, blocks = scales.shape
-    fits = bits in TOPS and q.dtype == torch.uint8 and q.shape == (ranks, blocks, BLOCK * bits // 8)
+    """The sum over ranks, bf16 [n], of packed q [r k 256 bits/8] times scales [r k]. r + 2 bytes an element (r / 2 + 2).
+
+    scales: as `quantise` makes them, none below zero. Off by at most 2^-21 of what the largest of eight ranks' could be.
+    """
+    fits = bits in TOPS and q.dtype == torch.uint8 and q.shape == (*scales.shape, BLOCK * bits // 8) and q.dim() == 3
     fits = fits and q.is_contiguous() and launch.aligned(q)
     fits = fits and scales.dtype == torch.float32 and scales.is_contiguous()
     launch.check(fits, "dequantise", "q uint8 [r k 256 bits/8] and scales fp32 [r k], contiguous", q, scales)
+    ranks, blocks = scales.shape
     out = q.new_empty(blocks * BLOCK, dtype=torch.bfloat16)
     if blocks:
         launch.start("dequantise", q, scales, out, blocks, ranks, bits, _grid(q, -(-blocks // (16 // bits))))

@@ -169,7 +169,7 @@ inline int __dp2a_hi(int halves, int bytes, int sum) { return __dp2a_lo(halves, 
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
 inline float __expf(float x) { return std::exp2(x * 1.442695040888963f); }
 inline float __logf(float x) { return std::log2(x) * 0.6931471805599453f; }
-inline float __fdividef(float a, float b) { return a / b; }
+inline float __fdividef(float a, float b) { return std::fabs(b) > 0x1p126f && std::isfinite(b) ? 0.f : a / b; }
 inline float __frcp_rn(float x) { return 1 / x; }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline float __fmul_rn(float a, float b) {
