@@ -96,10 +96,8 @@ def test_sums_of_extreme_numbers_and_scales(bits: int, kind: str) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_very_small_and_very_large_blocks(bits: int) -> None:
     x = bf16(6, 256)
-    x = (x / x.abs().amax(1, keepdim=True)).bfloat16() * torch.tensor([1e-30, 1e-27, 1e-20, 1e20, 1e37, 3e38]).view(
-        -1, 1
-    )
-    x = x.bfloat16()
+    largest = torch.tensor([1e-30, 1e-27, 1e-20, 1e20, 1e37, 3e38]).view(-1, 1)
+    x = (x / x.abs().amax(1, keepdim=True) * largest).bfloat16()
     torch.set_flush_denormal(True)  # as the kernels are compiled for GPUs
     try:
         with emulated():

@@ -65,9 +65,9 @@ def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(q: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The sum over ranks, bf16 [n], of packed q [r k 256 bits/8] times scales [r k]. r + 2 bytes an element (r / 2 + 2).
+    """The sum over ranks, bf16 [n], of packed q [r k 256 bits/8] times scales [r k]. r + 2 bytes an element (r/2 + 2).
 
-    scales: as `quantise` makes them, none below zero. Off by at most 2^-21 of what the largest of eight ranks' could be.
+    scales: as `quantise` makes them, none below zero. Off by at most 2^-21 of what the largest of eight ranks can be.
     """
     fits = bits in TOPS and q.dtype == torch.uint8 and q.shape == (*scales.shape, BLOCK * bits // 8) and q.dim() == 3
     fits = fits and q.is_contiguous() and launch.aligned(q)
