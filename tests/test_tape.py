@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,8 @@ from threed import models
 from threed.engine import Engine
 from threed.layers import block, loss
 from threed.layers.block import Block
+from threed.layers.loss import LanguageModelHead
+from threed.layers.slicing import MicroBatch
 from threed.ops import tape
 
 SETTINGS = equivalence.SETTINGS | {
@@ -114,9 +117,14 @@ def blocks(engine: Engine) -> list[Any]:
 
 def test_a_block_is_one_function_to_autograd_on_a_cpu_and_two_around_a_core_of_its_own() -> None:
     engine, rows = engine_alone()
-    with counted() as found:
+    layers, run = engine.blueprint.layers, LanguageModelHead._run
+    names = [list(layer.state_dict()) for layer in layers]
+    with counted() as found, mock.patch.object(loss.LanguageModelHead, "_run", autospec=True) as head:
+        head.side_effect = run
         engine.step(batch(0, rows))
     assert found == {"_AfterHeads": 3, "_AsOne": 2}  # and embedding and head
+    assert head.call_count == 1
+    assert [list(layer.state_dict()) for layer in layers] == names
     for one in blocks(engine):
         one.attention.core = lambda q, k, v: q + k + v
     with counted() as found:
@@ -158,13 +166,6 @@ def test_frozen_parameters_stay_and_the_rest_is_the_same() -> None:
 
 
 # What somebody puts around a part of a block, and what shows that it was asked.
-class _OtherMLP(nn.Module):
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__()
-        self.mlp = mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x) * 2
 
 
 def _subclass(one: Any, asked: list[int]) -> None:
@@ -193,6 +194,10 @@ def _of_parameter(one: Any, asked: list[int]) -> None:
     one.mlp_norm.weight.register_hook(lambda gradient: asked.append(1))
 
 
+def _after_accumulation(one: Any, asked: list[int]) -> None:
+    one.mlp_norm.weight.register_post_accumulate_grad_hook(lambda param: asked.append(1))
+
+
 def _activation(one: Any, asked: list[int]) -> None:
     one.mlp.activation = lambda x: (asked.append(1), F.relu(x))[1]
 
@@ -202,6 +207,7 @@ AROUND: dict[str, Callable[[Any, list[int]], None]] = {
     "a forward of the object's own": _own_forward,
     "an activation of the user's": _activation,
     "a hook on a parameter": _of_parameter,
+    "a hook on a parameter's gradient": _after_accumulation,
     "a forward hook": _around("mlp.up", "register_forward_hook"),
     "a hook before the forward": _around("attention.out", "register_forward_pre_hook"),
     "a backward hook": _around("attention_norm", "register_full_backward_hook"),
@@ -273,3 +279,128 @@ def test_a_tensor_changed_in_place_before_the_backward_is_an_error() -> None:
         x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def _buffer_for_bias(one: Any) -> None:
+    bias = one.mlp.up.bias.detach() + 0.5
+    del one.mlp.up.bias
+    one.mlp.up.register_buffer("bias", bias)
+
+
+def _tensor_for_bias(one: Any) -> None:
+    bias = one.mlp_norm.bias.detach() + 0.5
+    del one.mlp_norm.bias
+    one.mlp_norm.bias = bias
+
+
+def _mlp_in_place_of_attention(one: Any) -> None:
+    one.attention = one.mlp
+
+
+def _linear_in_place_of_norm(one: Any) -> None:
+    one.mlp_norm = one.attention.out
+
+
+def _attention_in_place_of_mlp(one: Any) -> None:
+    one.mlp = one.attention
+
+
+def _one_norm_twice(one: Any) -> None:
+    one.mlp_norm = one.attention_norm
+
+
+CHANGES = [_mlp_in_place_of_attention, _linear_in_place_of_norm, _attention_in_place_of_mlp, _one_norm_twice]
+
+
+@contextmanager
+def built_with(change: Callable[[Any], None]) -> Iterator[None]:
+    """Models are built with a change of their second block."""
+
+    def build(*arguments: Any) -> Any:
+        model = original(*arguments)
+        layers = model.layers
+
+        def others() -> list[nn.Module]:
+            found: list[nn.Module] = layers()
+            change(found[2])
+            return found
+
+        model.layers = others
+        return model
+
+    original = models.build
+    with mock.patch.object(models, "build", build):
+        yield
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_parts_that_are_others_than_they_were_made_as(change: Callable[[Any], None]) -> None:
+    with built_with(change), counted() as found:
+        numbers, weights = outcome(*engine_alone(microbatches=3))
+    assert found["_AfterHeads"] == 2 * 2 * 3
+    with built_with(change), without_tapes():
+        again, weights_again = outcome(*engine_alone(microbatches=3))
+    assert numbers == again
+    assert all(torch.equal(value, weights_again[name]) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("change", [_buffer_for_bias, _tensor_for_bias])
+def test_a_bias_that_is_no_parameter_any_more_is_added(change: Callable[[Any], None]) -> None:
+    (engine, rows), (other, _), (plain, _) = (engine_alone() for _ in range(3))
+    change(blocks(engine)[1])
+    change(blocks(other)[1])
+    numbers, _ = outcome(engine, rows)
+    with without_tapes():
+        again, _ = outcome(other, rows)
+    assert numbers == again
+    assert numbers[0] != outcome(plain, rows)[0][0]
+
+
+def test_uses_of_a_shared_norm_are_counted_alike_where_hooks_come_and_go() -> None:
+    with built_with(_one_norm_twice):
+        engine, rows = engine_alone(microbatches=3)
+    handle = blocks(engine)[1].mlp.up.register_forward_hook(lambda *_: None)
+    engine.step(batch(0, rows))
+    handle.remove()
+    with counted() as found:
+        engine.step(batch(1, rows))
+    assert found["_AfterHeads"] == 2 * 3
+
+
+def test_a_head_whose_weight_is_made_of_others_trains() -> None:
+    engine, rows = engine_alone(model="gpt-untied")
+    head = engine.blueprint.layers[-1]
+    weight = head.weight.detach().clone()
+    del head.weight
+    head.register_buffer("weight", weight)
+    assert torch.isfinite(torch.tensor(engine.step(batch(0, rows)).loss))
+
+
+def test_a_block_that_no_stage_calls_does_not_run_on_tapes() -> None:
+    engine, rows = engine_alone()
+    engine.step(batch(0, rows))
+    one = copy.deepcopy(blocks(engine)[1])
+    one.mlp = nn.Linear(32, 32)
+    x = torch.randn(4, 2, 32, requires_grad=True)
+    with counted() as found:
+        one(x, MicroBatch(samples=torch.arange(2))).sum().backward()
+    assert not found
+    assert one.mlp.weight.grad is not None
+
+
+def test_autocast_takes_blocks_off_their_tapes() -> None:
+    engine, rows = engine_alone()
+    with counted() as found, torch.autocast("cpu", torch.bfloat16):
+        engine.step(batch(0, rows))
+    assert "_AfterHeads" not in found
+
+
+def test_a_layer_of_somebodys_may_have_a_method_called_look() -> None:
+    engine, rows = engine_alone()
+
+    class Looking(nn.Linear):
+        def look(self, where: str) -> str:
+            return where
+
+    blocks(engine)[0].mlp.add_module("looking", Looking(2, 2))
+    engine.step(batch(0, rows))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from threed.layers.linear import ColumnLinear, RowLinear
+from threed.layers.linear import ColumnLinear, Product, RowLinear
 from threed.layers.norm import RMSNorm
 from threed.layers.recompute import Recompute
 from threed.layers.running import may_run, runs
@@ -143,7 +143,7 @@ class Attention(nn.Module):
 
     def can_run(self) -> bool:
         """Whether its linear layers can run by themselves, before and after `heads_attend`, with nothing recomputed."""
-        return type(self.recompute) is Recompute and may_run(self.qkv) and may_run(self.out)
+        return type(self.recompute) is Recompute and may_run(self.qkv, Product) and may_run(self.out, Product)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.recompute.run("attention", self.heads_attend, *self._project(x)))

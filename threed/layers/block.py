@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,12 @@ from threed.layers.embedding import PositionEmbedding, VocabEmbedding
 from threed.layers.mlp import MLP, GatedMLP
 from threed.layers.norm import Norm, sum_and_norm
 from threed.layers.recompute import Recompute
-from threed.layers.running import may_run, wanted, watched
+from threed.layers.running import OnTape, may_run, shares, wanted, watched
 from threed.layers.slicing import MicroBatch, Slicing
 from threed.ops.tape import Rewind, Tape, apply, as_one
 
 
-class Embedding(nn.Module):
+class Embedding(OnTape):
     """Token ids -> x [s b h] (or [s/t b h]): word vectors, learned positions if any, dropout."""
 
     backward_reads_weights = False
@@ -42,15 +43,17 @@ class Embedding(nn.Module):
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
         if micro.tokens is None:
             raise ValueError("the first pipeline stage needs the batch's 'tokens' [b s]")
-        if self._on_tape and torch.is_grad_enabled():
+        if self._on_tape and wanted(self.word.weight):
             return as_one(self.word.weight, functools.partial(self._run, tokens=micro.tokens, micro=micro))
         y = self.word(micro.tokens)
         return self.dropout(y if self.position is None else self.position(y), micro)
 
-    def look(self) -> None:
-        """Sees whether its parts can run on a tape in the step that begins."""
-        parts = (self.word, self.dropout, *([] if self.position is None else [self.position]))
-        self._on_tape = all(map(may_run, parts)) and not watched()
+    def look(self, shared: Set[Tensor]) -> None:
+        """Sees whether its parts run on a tape in the step that begins."""
+        may = may_run(self.word, VocabEmbedding) and may_run(self.dropout, Dropout) and not watched()
+        if self.position is not None:
+            may = may and may_run(self.position, PositionEmbedding) and not shares(shared, self.position)
+        self._on_tape = may
 
     def _run(self, table: Tensor, tape: Tape, tokens: Tensor, micro: MicroBatch) -> Tensor:
         y = self.word.run(table, tape, tokens)
@@ -67,6 +70,10 @@ class _Parts:
     mlp: MLP | GatedMLP
     attention_dropout: Dropout
     mlp_dropout: Dropout
+
+    def share(self, shared: Set[Tensor]) -> bool:
+        """Whether these parameters are some whose gradient would come by another way."""
+        return shares(shared, self.attention_norm, self.mlp_norm, self.attention.out, self.mlp.down)
 
     def take(self, x: Tensor) -> bool:
         """Whether they run for x."""
@@ -135,7 +142,7 @@ class _AfterHeads(torch.autograd.Function):
         return dy, dx, None, None
 
 
-class Block(nn.Module):
+class Block(OnTape):
     """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches: [s b h] -> [s b h] (or [s/t b h])."""
 
     recompute = Recompute()
@@ -153,12 +160,15 @@ class Block(nn.Module):
         self.attention_dropout = Dropout(f"{name}.attention.dropout", dropout, slicing)
         self.mlp_dropout = Dropout(f"{name}.mlp.dropout", dropout, slicing)
 
-    def look(self) -> None:
+    def look(self, shared: Set[Tensor]) -> None:
         """Sees whether its parts run on a tape in the step that begins."""
         norms, dropouts = (self.attention_norm, self.mlp_norm), (self.attention_dropout, self.mlp_dropout)
-        parts: Any = (*norms, self.attention, self.mlp, *dropouts)
-        may = type(self.recompute) is Recompute and all(map(may_run, parts)) and not watched()
-        self._parts = _Parts(*parts) if may and self._compiled_call_impl is None else None
+        may = all(may_run(part, Norm) for part in norms) and all(may_run(part, Dropout) for part in dropouts)
+        may = may and may_run(self.attention, Attention) and may_run(self.mlp, MLP, GatedMLP)
+        alone = type(self.recompute) is Recompute and self._compiled_call_impl is None and not watched()
+        given: Any = (*norms, self.attention, self.mlp, *dropouts)
+        parts = _Parts(*given) if may and alone else None
+        self._parts = None if parts is None or parts.share(shared) else parts
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         if self._parts is not None and self._parts.take(x):

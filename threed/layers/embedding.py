@@ -67,7 +67,8 @@ class VocabEmbedding(nn.Module):
 
     def can_run(self) -> bool:
         """Whether the table, of which `run` is a function, is trained."""
-        return held(self, "weight").requires_grad
+        table = held(self, "weight")
+        return table is not None and table.requires_grad
 
     def run(self, table: Tensor, tape: Tape, tokens: Tensor) -> Tensor:
         """The layer, as a function of its table, on a tape."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from threed.collectives import split
 from threed.layers.embedding import vocab_table
 from threed.layers.linear import linear, run
 from threed.layers.norm import Norm
-from threed.layers.running import goes_to_sink, held, may_run, wanted, watched
+from threed.layers.running import OnTape, goes_to_sink, held, may_run, shares, wanted, watched
 from threed.layers.slicing import Flag, MicroBatch, Slicing, for_autograd, sum_of_products
 from threed.ops import matmul
 from threed.ops.cross_entropy import run_weighted, weighted_loss
@@ -81,7 +81,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return reduce(dx, of.axis).wait(), dw, None, None
 
 
-class LanguageModelHead(nn.Module):
+class LanguageModelHead(OnTape):
     """x [s b h] (or [s/t b h]) -> the micro-batch's weighted loss (a scalar), or logits [s b v/t] without labels.
 
     weight_name: the global name of the [v h] projection; the word table's name when head and embedding are tied.
@@ -89,7 +89,7 @@ class LanguageModelHead(nn.Module):
     """
 
     loss_chunks = 1
-    _norm: Norm | None = None  # the norm, where it runs on a tape
+    _on_tape = False
     recomputable = False  # on the last stage its backward follows at once
 
     def __init__(
@@ -126,14 +126,16 @@ class LanguageModelHead(nn.Module):
             y = self.norm(x)
             loss: Tensor = _ChunkedLoss.apply(y, *for_autograd(y, table), of, min(self.loss_chunks, y.shape[0]))
             return loss
-        if self._norm is not None and wanted(x) and self._norm.takes(x):
-            return as_one(x, functools.partial(self._run, norm=self._norm, of=of))
+        norm: Any = self.norm
+        if self._on_tape and wanted(x) and norm.takes(x):
+            return as_one(x, functools.partial(self._run, norm=norm, of=of))
         return of.loss(linear(self.norm(x), table, None, *f), slice(None))
 
-    def look(self) -> None:
+    def look(self, shared: Set[Tensor]) -> None:
         """Sees whether its parts run on a tape in the step that begins."""
-        may = may_run(self.norm) and goes_to_sink(held(self, "weight")) and not watched()
-        self._norm = self.norm if may and isinstance(self.norm, Norm) else None
+        table = held(self, "weight")
+        alone = table is not None and goes_to_sink(table) and not watched() and not shares(shared, self.norm)
+        self._on_tape = alone and may_run(self.norm, Norm)
 
     def _run(self, x: Tensor, tape: Tape, norm: Norm, of: _Projection) -> Tensor:
         logits = run(norm.run(x, tape), tape, of.weight, None, of.axis, of.gather)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threed.layers.linear import ColumnLinear, RowLinear
+from threed.layers.linear import ColumnLinear, Product, RowLinear
 from threed.layers.recompute import Recompute
 from threed.layers.running import may_run, runs
 from threed.layers.slicing import Slicing
@@ -53,7 +53,7 @@ class MLP(nn.Module):
     def can_run(self) -> bool:
         """Whether its activation is GELU, and saved as all else."""
         known = self.activation is gelu and type(self.recompute) is Recompute
-        return known and may_run(self.up) and may_run(self.down)
+        return known and may_run(self.up, Product) and may_run(self.down, Product)
 
     def run(self, x: Tensor, tape: Tape) -> Tensor:
         """The layer on a tape."""
@@ -84,7 +84,7 @@ class GatedMLP(nn.Module):
     def can_run(self) -> bool:
         """Whether its activation is SiLU, and saved as all else."""
         known = self.activation is F.silu and type(self.recompute) is Recompute
-        return known and may_run(self.gate_up) and may_run(self.down)
+        return known and may_run(self.gate_up, Product) and may_run(self.down, Product)
 
     def run(self, x: Tensor, tape: Tape) -> Tensor:
         """The layer on a tape."""

@@ -95,6 +95,8 @@ class Norm(nn.Module):
 
     layer = False
     eps: float
+    weight: Tensor
+    bias: Tensor | None
 
     def flops(self, tokens: int, seq: int) -> int:
         """None that count."""
@@ -108,6 +110,10 @@ class Norm(nn.Module):
         """The norm of x + residual by our kernel; if `both`, the sum before it."""
         params = self._params()
         return _Fused.apply(x, residual, *for_autograd(x, *params), params, self.eps, self.layer, both)
+
+    def can_run(self) -> bool:
+        """Whether its weight is a parameter; see `takes`."""
+        return "weight" in self._parameters
 
     def takes(self, x: Tensor) -> bool:
         """Whether `run` and `run_sum` take x: our kernel must, or torch's norm be one operation of autograd's."""
@@ -131,14 +137,15 @@ class Norm(nn.Module):
         if self.fits(x) and (residual is None or launch.packed(residual)):
             _, y, saved = _forward(x, residual, params, self.eps, self.layer)
             return y, lambda *given: _backward(params, *given)[0], saved
+        if not self.layer:
+            raise RuntimeError(f"RMSNorm on a tape: our kernel does not take {x.dtype} {list(x.shape)}")
         total = x if residual is None else x + residual
         y, means, scales = torch.native_layer_norm(total, params[0].shape, *params, self.eps)
         shown = params[:1] if params[1] is None else params
         return y, functools.partial(_back_of_layer_norm, params), (total, means, scales, *shown)
 
     def _params(self) -> tuple[Tensor, Tensor | None]:
-        params: Any = self._parameters  # past nn.Module's search for names
-        return params["weight"], params.get("bias")
+        return self.weight, self.bias
 
 
 @runs
@@ -175,7 +182,7 @@ class RMSNorm(Norm):
         super().__init__()
         self.width, self.eps = width, eps
         spec = slicing.shared(vector(f"{name}.weight", width, value=1.0), partial=partial)
-        self.weight = parameter(spec, (width,))
+        self.weight, self.bias = parameter(spec, (width,)), None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fits(x):

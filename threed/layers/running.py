@@ -1,8 +1,10 @@
-"""Which layers run on a tape (`ops.tape`): those whose `run` does what a call of them would."""
+"""Which layers run on a tape (`ops.tape`) while a stage runs them: those whose `run` does what a call of them would."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,26 +12,52 @@ from torch.nn.modules import module as torch_modules
 
 from threed.layers.slicing import sink_of
 
-_RUNS: set[type] = set()
+_FORWARDS: dict[type, Callable[..., Any]] = {}  # of the classes that have `run`, as they were defined
 _Class = TypeVar("_Class", bound=type)
+_staged = False
 
 
 def runs(cls: _Class) -> _Class:
     """Marks a class whose objects, and not those of classes derived from it, have `run`. Where one has `can_run`, that
     says whether it can as it is set up."""
-    _RUNS.add(cls)
+    _FORWARDS[cls] = cls.forward  # type: ignore[attr-defined]
     return cls
 
 
-def may_run(module: nn.Module | None) -> bool:
-    """Returns whether `run` does what a call of the module would: it is of a class that has it, nobody has put anything
-    around it, and the gradients of its own parameters go to sinks."""
-    if type(module) not in _RUNS:
+class OnTape(nn.Module):
+    """A pipeline layer whose parts run on a tape, where they may."""
+
+    def look(self, shared: Set[Tensor]) -> None:
+        """Sees whether they may, in the step that begins. shared: parameters that the stage has at several places."""
+        raise NotImplementedError
+
+
+@contextmanager
+def staged() -> Iterator[None]:
+    """In the block, layers are called by a stage, which has let them look."""
+    global _staged
+    before, _staged = _staged, True
+    try:
+        yield
+    finally:
+        _staged = before
+
+
+def wanted(x: Tensor) -> bool:
+    """Returns whether a stage makes a graph of x, by autograd alone."""
+    plain = _staged and x.requires_grad and torch.is_grad_enabled()
+    return plain and not (torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type))
+
+
+def may_run(module: Any, *kinds: type[nn.Module]) -> bool:
+    """Returns whether `run` does what a call of the module would: it is of one of these classes, which has it, nobody
+    has put anything around it, and the gradients of its own parameters go to sinks."""
+    if not isinstance(module, kinds) or _FORWARDS.get(type(module)) is not type(module).forward:
         return False
-    assert module is not None
     around = (
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        or "forward" in module.__dict__ or module._compiled_call_impl
+        or module._buffers or module._compiled_call_impl or "forward" in module.__dict__
+        or any(isinstance(module.__dict__.get(name), Tensor) for name in ("weight", "bias"))
     )  # fmt: skip
     if around or not all(map(goes_to_sink, dict.values(module._parameters))):
         return False
@@ -45,19 +73,20 @@ def watched() -> bool:
     )  # fmt: skip
 
 
-def held(module: nn.Module, name: str) -> Tensor:
+def shares(shared: Set[Any], *modules: nn.Module) -> bool:
+    """Returns whether some of these modules' parameters are shared. Through autograd all uses of a norm or of a bias
+    behind a sum arrive as one gradient, on a tape one by one; reductions count them."""
+    return not all(shared.isdisjoint(dict.values(module._parameters)) for module in modules)
+
+
+def held(module: nn.Module, name: str) -> Tensor | None:
     """Returns a parameter of a module's, which need not be whole (`zero.table`): its values must not be read."""
-    param: Tensor = dict.__getitem__(module._parameters, name)  # type: ignore[assignment]
-    return param
+    return dict.get(module._parameters, name)
 
 
 def goes_to_sink(param: Tensor | None) -> bool:
     """Returns whether a parameter has no gradient, or a sink takes it and no hook of another's."""
     if param is None or not param.requires_grad:
         return True
-    return sink_of(param) is not None and not param._backward_hooks
-
-
-def wanted(x: Tensor) -> bool:
-    """Returns whether a graph of x is being made, by autograd."""
-    return x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    others = len(param._post_accumulate_grad_hooks or ()) > 1  # one is the sink's
+    return sink_of(param) is not None and not (others or param._backward_hooks)

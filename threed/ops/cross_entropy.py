@@ -236,7 +236,7 @@ def weighted_loss(
     Arguments as in `vocab_parallel_cross_entropy`, and: weight, a scalar tensor; vocabulary: the columns of all ranks.
     By our kernels it makes the gradient in the forward, and can be differentiated once.
     """
-    if logits.requires_grad and torch.is_grad_enabled():
+    if logits.requires_grad and not weight.requires_grad and torch.is_grad_enabled():
         rest = (targets, weight, axis, first, columns, vocabulary)
         return as_one(logits, lambda x, tape: run_weighted(x, tape, *rest))
     losses = vocab_parallel_cross_entropy(logits, targets, axis, first, columns)

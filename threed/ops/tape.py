@@ -81,6 +81,8 @@ class _AsOne(torch.autograd.Function):
 
 def apply(function: Any, *arguments: Any) -> Any:
     """function.apply(...) past torch's look for functorch's wrappers, which costs 3 µs and has no part in this."""
+    if torch.compiler.is_compiling():
+        return function.apply(*arguments)
     return super(torch.autograd.Function, function).apply(*arguments)
 
 

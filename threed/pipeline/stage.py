@@ -13,6 +13,7 @@ Layers pass on a tensor, or a tuple or dict of tensors, of any shape and dtype (
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from threed.layers.recompute import RngState
+from threed.layers.running import OnTape, staged
 from threed.layers.slicing import MicroBatch
 from threed.pipeline.activation_checkpointing import FETCH_AHEAD, GATHER_AHEAD, Recomputed, SavedInput
 from threed.pipeline.boundary import gradients_of, like, tensors
@@ -84,6 +86,13 @@ class Again:
     micro: MicroBatch
 
 
+def _at_several_places(layers: Sequence[nn.Module]) -> frozenset[Tensor]:
+    """The parameters that layers or their parts have more than once; without reading those that are not whole."""
+    places = [part for layer in layers for _, part in layer.named_modules(remove_duplicate=False)]
+    found = Counter(param for part in places for param in dict.values(part._parameters) if param is not None)
+    return frozenset(param for param, count in found.items() if count > 1)
+
+
 class Stage:
     """The layers [first, first + len(layers)) among those that this rank holds, as one function of a micro-batch.
 
@@ -111,6 +120,8 @@ class Stage:
         # Units whose graph goes on with the next unit's.
         self._joined = {unit for unit in self._units[:-1] if not apart & {unit, unit + 1}}
         self._open: dict[int, list[Frame]] = {}
+        self._shared = _at_several_places(layers)
+        self._let_look()
         self._walks: dict[tuple[bool, bool], tuple[Step, ...]] = {}
 
     def _walk(self, backward: bool, keep: bool) -> tuple[Step, ...]:
@@ -126,11 +137,14 @@ class Stage:
     def _layer(self, unit: int) -> nn.Module:
         return self.layers[unit - self.first]
 
+    def _let_look(self) -> None:
+        for layer in self.layers:
+            if isinstance(layer, OnTape):
+                layer.look(self._shared)
+
     def reset(self) -> None:
         """Begins a step: drops micro-batches without a backward, of an aborted one; layers look at their parts."""
-        for layer in self.layers:
-            if callable(look := getattr(layer, "look", None)):
-                look()
+        self._let_look()
         for frames in self._open.values():
             self._drop(frames)
         self._open.clear()
@@ -149,7 +163,7 @@ class Stage:
             self._open[microbatch] = frames
         keep = keep and self._backward_units[:1] == [self._units[-1]]
         y = begin = x
-        with torch.set_grad_enabled(micro.training):
+        with torch.set_grad_enabled(micro.training), staged():
             for step in self._walk(False, keep):
                 for unit in step.gather:
                     self.gatherer.start(unit)
@@ -264,7 +278,7 @@ class Stage:
             given = [store.get(one).requires_grad_(g) for one, g in zip(again.saved, again.grads, strict=True)]
             x = like(again.structure, given)
             self._prefetch_inputs(before)
-            with torch.enable_grad(), again.draws.again():
+            with torch.enable_grad(), staged(), again.draws.again():
                 y = self._layer(unit)(x, again.micro)
             edges = tuple(get_gradient_edge(part) if part.requires_grad else None for part in tensors(y))
             del y  # frees its memory for the backward
