@@ -33,10 +33,10 @@ class OnTape(nn.Module):
 
 
 @contextmanager
-def staged() -> Iterator[None]:
-    """In the block, layers are called by a stage, which has let them look."""
+def staged(looked: bool) -> Iterator[None]:
+    """In the block, layers are called by a stage, which has let them look; or not."""
     global _staged
-    before, _staged = _staged, True
+    before, _staged = _staged, looked
     try:
         yield
     finally:
@@ -46,7 +46,7 @@ def staged() -> Iterator[None]:
 def wanted(x: Tensor) -> bool:
     """Returns whether a stage makes a graph of x, by autograd alone."""
     plain = _staged and x.requires_grad and torch.is_grad_enabled()
-    return plain and not (torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type))
+    return plain and not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled())
 
 
 def may_run(module: Any, *kinds: type[nn.Module]) -> bool:

@@ -120,8 +120,7 @@ class Stage:
         # Units whose graph goes on with the next unit's.
         self._joined = {unit for unit in self._units[:-1] if not apart & {unit, unit + 1}}
         self._open: dict[int, list[Frame]] = {}
-        self._shared = _at_several_places(layers)
-        self._let_look()
+        self._shared, self._looked = _at_several_places(layers), False
         self._walks: dict[tuple[bool, bool], tuple[Step, ...]] = {}
 
     def _walk(self, backward: bool, keep: bool) -> tuple[Step, ...]:
@@ -137,14 +136,12 @@ class Stage:
     def _layer(self, unit: int) -> nn.Module:
         return self.layers[unit - self.first]
 
-    def _let_look(self) -> None:
+    def reset(self) -> None:
+        """Begins a step: drops micro-batches without a backward, of an aborted one; layers look at their parts."""
         for layer in self.layers:
             if isinstance(layer, OnTape):
                 layer.look(self._shared)
-
-    def reset(self) -> None:
-        """Begins a step: drops micro-batches without a backward, of an aborted one; layers look at their parts."""
-        self._let_look()
+        self._looked = True
         for frames in self._open.values():
             self._drop(frames)
         self._open.clear()
@@ -163,7 +160,7 @@ class Stage:
             self._open[microbatch] = frames
         keep = keep and self._backward_units[:1] == [self._units[-1]]
         y = begin = x
-        with torch.set_grad_enabled(micro.training), staged():
+        with torch.set_grad_enabled(micro.training), staged(self._looked):
             for step in self._walk(False, keep):
                 for unit in step.gather:
                     self.gatherer.start(unit)
@@ -278,7 +275,7 @@ class Stage:
             given = [store.get(one).requires_grad_(g) for one, g in zip(again.saved, again.grads, strict=True)]
             x = like(again.structure, given)
             self._prefetch_inputs(before)
-            with torch.enable_grad(), staged(), again.draws.again():
+            with torch.enable_grad(), staged(self._looked), again.draws.again():
                 y = self._layer(unit)(x, again.micro)
             edges = tuple(get_gradient_edge(part) if part.requires_grad else None for part in tensors(y))
             del y  # frees its memory for the backward
