@@ -273,7 +273,7 @@ def late_receives(plan: Plan) -> Plan:
     use = {Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
     ranks = []
     for actions in plan.ranks:
-        waiting = {dataclasses.replace(a, kind=use[a.kind]): a for a in actions if a.kind in RECEIVES}
+        waiting = {a._replace(kind=use[a.kind]): a for a in actions if a.kind in RECEIVES}
         moved: list[Action] = []
         for action in actions:
             if action.kind not in RECEIVES:

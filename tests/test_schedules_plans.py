@@ -203,10 +203,10 @@ def lower_naively(plan: Plan) -> Plan:
         for action in actions:
             forward = action.kind is Kind.F
             if plan.producer(rank, action) is not None:
-                out.append(dataclasses.replace(action, kind=Kind.RECV_F if forward else Kind.RECV_B))
+                out.append(action._replace(kind=Kind.RECV_F if forward else Kind.RECV_B))
             out.append(action)
             if plan.consumer(rank, action) is not None:
-                out.append(dataclasses.replace(action, kind=Kind.SEND_F if forward else Kind.SEND_B))
+                out.append(action._replace(kind=Kind.SEND_F if forward else Kind.SEND_B))
         ranks.append(tuple(out))
     return dataclasses.replace(plan, ranks=tuple(ranks))
 
@@ -234,8 +234,8 @@ def test_exchanged_messages_are_reported() -> None:
     [
         (("F0.0 SF0.0", "F0.0 RF0.0"), r"rank 1: F0\.0 comes before RF0\.0"),
         (("SF0.0 F0.0", "RF0.0 F0.0"), r"rank 0: SF0\.0 comes before F0\.0"),
-        (("F0.0 SF0.0", "RF0.0 F0.0 RF0.0"), r"rank 1 at RF0\.0 with rank 0"),
-        (("F0.0 SF0.0 SF0.0", "RF0.0 F0.0"), r"rank 0 at SF0\.0 with rank 1"),
+        (("F0.0 SF0.0", "RF0.0 F0.0 RF0.0"), r"rank 1: RF0\.0 appears twice"),
+        (("F0.0 SF0.0 SF0.0", "RF0.0 F0.0"), r"rank 0: SF0\.0 appears twice"),
         (("F0.0 SF0.0 RF0.0", "RF0.0 F0.0"), r"rank 0: RF0\.0 has no other rank"),
     ],
 )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,8 @@ from threed.layers.slicing import MicroBatch
 from threed.pipeline.boundary import Form, signature, tensors
 from threed.pipeline.stage import Stage
 from threed.pipeline.transport import Transport
-from threed.schedules.action import COMPUTE, Action, Kind, Plan
+from threed.schedules.action import COMPUTE, Action, Kind
+from threed.schedules.plan import Plan
 
 Span = tuple[Action, float, float]
 
@@ -145,7 +145,7 @@ class Executor:
             form = self._remember("out", action, Form.of(value))
             parts = [part.detach() for part in tensors(value)]
             if consumer is not None and here:
-                self._remember("in", replace(action, chunk=consumer[1]), form)
+                self._remember("in", action._replace(chunk=consumer[1]), form)
         else:
             parts = self._form("in", action).gradients_to_send(value, self.device)
         if consumer is not None and here:

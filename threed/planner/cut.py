@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from threed.planner.partition import balanced, explicit, uniform
-from threed.schedules.action import Plan
+from threed.schedules.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,21 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 from threed.schedules import draw
-from threed.schedules.action import Action, Kind, Plan
+from threed.schedules.action import Action, Kind, together
 from threed.schedules.draw import svg
 from threed.schedules.gpipe import forward_only, gpipe
+from threed.schedules.legal import legal
 from threed.schedules.lower import lower
 from threed.schedules.one_f_one_b import one_f_one_b
-from threed.schedules.play import legal
-from threed.schedules.rendezvous import check_rendezvous
+from threed.schedules.plan import Plan
+from threed.schedules.rendezvous import check_rendezvous, validate
 from threed.schedules.simulate import Costs, Timeline, peak_activations, simulate, span_and_bubble
 
 __all__ = [
     "NOT_YET", "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "available", "build",
     "check_rendezvous", "draw", "forward_only", "gpipe", "legal", "lower", "one_f_one_b", "own_chunks",
     "peak_activations", "register", "simulate", "span_and_bubble", "svg",
+    "together", "validate",
 ]  # fmt: skip
 
 ScheduleName = Literal[

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from threed.schedules.action import Action, Kind, Plan
+from threed.schedules.action import Action, Kind
+from threed.schedules.plan import Plan
 
 
 def gpipe(stages: int, microbatches: int) -> Plan:

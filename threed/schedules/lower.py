@@ -13,15 +13,17 @@ channels then every way finishes. Putting a receive just before its first use in
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import itemgetter
 
-from threed.schedules.action import COMPUTE, Action, Kind, Plan
+from threed.schedules.action import COMPUTE, Action, Kind
+from threed.schedules.plan import Place, Plan
 from threed.schedules.play import Spans, play
 
 _UNIT_TIME = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 # At equal times what ends comes before what starts, and a message that another rank waits for before a reduction.
 _GATHER, _MESSAGE, _REDUCE, _START = range(4)
-# time, phase, rank, and what is added to which rank's list
-Event = tuple[float, int, int, tuple[tuple[int, Action], ...]]
+# time, phase, rank, what is added to that rank's list, and for a message what is added to the list of which rank
+Event = tuple[float, int, int, Action, Action | None, int]
 
 
 def lower(plan: Plan, gathers: bool = False) -> Plan:
@@ -38,34 +40,41 @@ def lower(plan: Plan, gathers: bool = False) -> Plan:
                     f"plan {plan.name}: rank {rank}: {action}: only plans without communication can be lowered"
                 )
     ranks: list[list[Action]] = [[] for _ in plan.ranks]
-    for *_, additions in sorted(_events(plan, gathers), key=lambda event: event[:3]):
-        for rank, action in additions:
-            ranks[rank].append(action)
+    for _, _, rank, action, received, by in sorted(_events(plan, gathers), key=itemgetter(0, 1, 2)):
+        ranks[rank].append(action)
+        if received is not None:
+            ranks[by].append(received)
     return replace(plan, ranks=tuple(tuple(actions) for actions in ranks))
 
 
 def _events(plan: Plan, gathers: bool) -> list[Event]:
-    spans = play(plan, lambda action, _: _UNIT_TIME[action.kind])
+    spans = play(plan, lambda action, _: sum(_UNIT_TIME[part.kind] for part in action.parts))
     events = _reductions(spans) + (_gathers(spans) if gathers else [])
+    targets: dict[tuple[int, int, Kind], Place | None] = {}
     for rank, actions in enumerate(spans):
         for action, start, end in actions:
-            events.append((start, _START, rank, ((rank, action),)))
-            to = plan.consumer(rank, action)
-            if to is not None and to[0] != rank:
-                send, receive = (Kind.SEND_F, Kind.RECV_F) if action.kind is Kind.F else (Kind.SEND_B, Kind.RECV_B)
-                pair = (rank, replace(action, kind=send)), (to[0], Action(receive, action.microbatch, to[1]))
-                events.append((end, _MESSAGE, rank, pair))
+            events.append((start, _START, rank, action, None, rank))
+            for part in action.parts:
+                key = rank, part.chunk, part.kind
+                if key not in targets:
+                    targets[key] = plan.consumer(rank, part)
+                to = targets[key]
+                if to is not None and to[0] != rank:
+                    send, receive = (Kind.SEND_F, Kind.RECV_F) if part.kind is Kind.F else (Kind.SEND_B, Kind.RECV_B)
+                    sent, received = Action(send, part[1], part[2]), Action(receive, part[1], to[1])
+                    events.append((end, _MESSAGE, rank, sent, received, to[0]))
     return events
 
 
 def _reductions(spans: Spans) -> list[Event]:
     last = {
-        (rank, action.chunk): end
+        (rank, part.chunk): end
         for rank, actions in enumerate(spans)
         for action, _, end in actions
-        if action.kind in (Kind.B, Kind.W)
+        for part in action.parts
+        if part.kind in (Kind.B, Kind.W)
     }
-    return [(end, _REDUCE, rank, ((rank, Action(Kind.REDUCE, -1, chunk)),)) for (rank, chunk), end in last.items()]
+    return [(end, _REDUCE, rank, Action(Kind.REDUCE, -1, chunk), None, rank) for (rank, chunk), end in last.items()]
 
 
 def _gathers(spans: Spans) -> list[Event]:
@@ -74,7 +83,7 @@ def _gathers(spans: Spans) -> list[Event]:
     for rank, actions in enumerate(spans):
         before = 0.0
         for action, _, end in actions:
-            if action.kind is not Kind.W:
-                events.append((before, _GATHER, rank, ((rank, Action(Kind.GATHER, -1, action.chunk)),)))
+            for part in action.parts if action.kind is not Kind.W else ():
+                events.append((before, _GATHER, rank, Action(Kind.GATHER, -1, part.chunk), None, rank))
             before = end
     return events

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from itertools import chain
 
-from threed.schedules.action import Action, Kind, Plan
+from threed.schedules.action import Action, Kind
+from threed.schedules.plan import Plan
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Plan:

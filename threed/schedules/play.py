@@ -1,126 +1,129 @@
-"""Play a plan out on paper: is it legal, does it finish, and when does each action run.
+"""Play a plan out on paper: does it finish, and when does each action run.
 
-Use: `legal(plan)` raises on a plan that is wrong in itself; `spans = play(plan, duration)` gives the times of all
-compute actions.
+Use: `spans = play(plan, duration)` gives the times of all compute actions.
 
-Phases: check each rank's list on its own, then let all ranks walk their lists, each action starting when its rank is
-free and what it needs from other stages is there. Communication in the plan is ignored here: see rendezvous.py for
-it.
+All ranks walk their lists, each action starting when its rank is free and what it needs from other stages is there.
+Communication in the plan is ignored here: see rendezvous.py for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
-from threed.schedules.action import COMPUTE, Action, Kind, Plan
+from threed.schedules.action import COMPUTE, Action, Kind
+from threed.schedules.legal import legal
+from threed.schedules.plan import Plan
 
 Span = tuple[Action, float, float]
 Spans = tuple[tuple[Span, ...], ...]
-Result = tuple[bool, int, int]  # (backward, stage, micro-batch): an activation, or the gradient of a stage's input
-
-_REQUIRED_BEFORE = {Kind.F: None, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
+_NONE = -1
 
 
-def legal(plan: Plan) -> None:
-    """Check that every stage computes every micro-batch once and in order.
-
-    Each (stage, micro-batch) has one F, and then one B or one I and W; or F alone everywhere.
-    Raises ValueError naming rank and action.
-    """
-    if min(plan.stages, plan.microbatches, plan.chunks) < 1:
-        raise ValueError(f"plan {plan.name}: stages, micro-batches and chunks must be at least 1")
-    if len(plan.ranks) != plan.stages:
-        raise ValueError(f"plan {plan.name}: {len(plan.ranks)} lists of actions for {plan.stages} ranks")
-    _check_placement(plan)
-    backward = not plan.forward_only
-    for rank, actions in enumerate(plan.ranks):
-        _check_rank(plan, rank, [action for action in actions if action.kind in COMPUTE], backward)
+# An action, the results that it needs with the time that each travels, those that it makes, and how long it takes.
+# Results are numbers: activations of stage 0, micro-batches in order, then of stage 1 .., then gradients alike.
+_Work = tuple[Action, list[tuple[int, float]], list[int], float]
 
 
-def _check_placement(plan: Plan) -> None:
-    held = [stage for chunks in plan.placement for stage in chunks]
-    shape = [len(chunks) for chunks in plan.placement]
-    if held and (sorted(held) != list(range(plan.total_stages)) or shape != [plan.chunks] * plan.stages):
-        raise ValueError(
-            f"plan {plan.name}: the placement {plan.placement} must give each of {plan.stages} ranks {plan.chunks} of "
-            f"the stages 0 .. {plan.total_stages - 1}, each stage once"
-        )
+class _Exchange(NamedTuple):
+    """What an F, B or I of a chunk needs from another stage and makes for one: results of micro-batch 0."""
 
-
-def _check_rank(plan: Plan, rank: int, actions: Sequence[Action], backward: bool) -> None:
-    seen: set[Action] = set()
-    for action in actions:
-        where = f"plan {plan.name}: rank {rank}: {action}"
-        if not (0 <= action.chunk < plan.chunks and 0 <= action.microbatch < plan.microbatches):
-            raise ValueError(f"{where}: there are {plan.chunks} chunks and {plan.microbatches} micro-batches")
-        if action in seen:
-            raise ValueError(f"{where} appears twice")
-        before = _REQUIRED_BEFORE[action.kind]
-        if before is not None and _sibling(action, before) not in seen:
-            raise ValueError(f"{where} appears before {_sibling(action, before)}")
-        if action.kind in (Kind.B, Kind.I) and seen & {_sibling(action, Kind.B), _sibling(action, Kind.I)}:
-            raise ValueError(f"{where}: this micro-batch already had its backward; it is one B, or one I and one W")
-        seen.add(action)
-    _check_complete(plan, rank, seen, backward)
-
-
-def _check_complete(plan: Plan, rank: int, seen: set[Action], backward: bool) -> None:
-    for chunk in range(plan.chunks):
-        for microbatch in range(plan.microbatches):
-            forward = Action(Kind.F, microbatch, chunk)
-            missing = None if forward in seen else forward
-            if backward and not seen & {_sibling(forward, Kind.B), _sibling(forward, Kind.W)}:
-                missing = missing or _sibling(forward, Kind.W if _sibling(forward, Kind.I) in seen else Kind.B)
-            if missing is not None:
-                raise ValueError(f"plan {plan.name}: rank {rank}: {missing} is missing")
-
-
-def _sibling(action: Action, kind: Kind) -> Action:
-    return Action(kind, action.microbatch, action.chunk)
+    needs: int
+    travels: float
+    makes: int
 
 
 def play(plan: Plan, duration: Callable[[Action, int], float], latency: float = 0.0) -> Spans:
     """Returns each rank's compute actions with their start and end, every rank following its list strictly in order.
 
-    `duration(action, stage)` is how long an action takes; a result reaches another rank `latency` after it was made,
-    without keeping either rank busy. Raises ValueError if the plan is not legal, or where it stalls: rank, action and
-    what it waits for.
+    `duration(action, rank)` is how long an action takes, for whatever micro-batch; a result reaches another rank
+    `latency` after it was made, without keeping either rank busy. Raises ValueError if the plan is not legal, or where
+    it stalls: rank, action and what it waits for.
     """
     legal(plan)
-    waiting = [[action for action in reversed(actions) if action.kind in COMPUTE] for actions in plan.ranks]
-    spans: list[list[Span]] = [[] for _ in waiting]
-    made: dict[Result, float] = {}
-    progress = True
-    while progress:
-        progress = False
-        for rank, actions in enumerate(waiting):
-            while actions and (ready := _ready(plan, rank, actions[-1], made, latency)) is not None:
-                action = actions.pop()
-                stage = plan.stage_of(rank, action.chunk)
-                start = max(ready, spans[rank][-1][2] if spans[rank] else 0.0)
-                spans[rank].append((action, start, start + duration(action, stage)))
-                if action.kind is not Kind.W:
-                    made[action.kind is not Kind.F, stage, action.microbatch] = spans[rank][-1][2]
-                progress = True
-    if any(waiting):
-        raise ValueError(f"plan {plan.name} stalls: {'; '.join(_complaints(plan, waiting))}")
-    return tuple(tuple(actions) for actions in spans)
+    work = [_work(plan, rank, duration, latency) for rank in range(plan.stages)]
+    made: list[float | None] = [None] * (2 * plan.total_stages * plan.microbatches)
+    spans: list[list[Span]] = [[] for _ in work]
+    waiting: dict[int, int] = {}  # result -> the rank that waits for it
+    at = [0] * plan.stages
+    runnable = list(range(plan.stages))
+    while runnable:
+        rank = runnable.pop()
+        mine, out = work[rank], spans[rank]
+        free = out[-1][2] if out else 0.0
+        for number in range(at[rank], len(mine)):
+            action, needs, makes, takes = mine[number]
+            missing = _NONE
+            start = free
+            for result, travels in needs:
+                there = made[result]
+                if there is None:
+                    missing = result
+                    break
+                if there + travels > start:
+                    start = there + travels
+            if missing != _NONE:
+                waiting[missing], at[rank] = rank, number
+                break
+            free = start + takes
+            out.append((action, start, free))
+            for result in makes:
+                made[result] = free
+                if result in waiting:
+                    runnable.append(waiting.pop(result))
+        else:
+            at[rank] = len(mine)
+    if any(place < len(mine) for place, mine in zip(at, work, strict=True)):
+        raise ValueError(f"plan {plan.name} stalls: {'; '.join(_complaints(plan, at, work, made))}")
+    return tuple(map(tuple, spans))
 
 
-def _ready(plan: Plan, rank: int, action: Action, made: dict[Result, float], latency: float) -> float | None:
-    source = plan.producer(rank, action)
+def _work(plan: Plan, rank: int, duration: Callable[[Action, int], float], latency: float) -> list[_Work]:
+    """The rank's compute actions. Of chunks and kinds that come again only the micro-batch differs."""
+    times: dict[tuple[Kind, int, Kind | None, int], float] = {}
+    known: dict[tuple[Kind, int], _Exchange] = {}
+    work = []
+    for action in plan.ranks[rank]:
+        kind, _, chunk, beside = action
+        if kind not in COMPUTE:
+            continue
+        sort = (kind, chunk, beside and beside.kind, beside.chunk if beside else 0)
+        takes = times.get(sort)
+        if takes is None:
+            takes = times[sort] = duration(action, rank)
+        needs, makes = [], []
+        for part in (action,) if beside is None else action.parts:
+            key = part[0], part[2]
+            exchange = known.get(key)
+            if exchange is None:
+                exchange = known[key] = _exchange(plan, rank, part, latency)
+            if exchange.needs != _NONE:
+                needs.append((exchange.needs + part[1], exchange.travels))
+            if exchange.makes != _NONE:
+                makes.append(exchange.makes + part[1])
+        work.append((action, needs, makes, takes))
+    return work
+
+
+def _exchange(plan: Plan, rank: int, part: Action, latency: float) -> _Exchange:
+    if part.kind is Kind.W:
+        return _Exchange(_NONE, 0.0, _NONE)
+    backward = 0 if part.kind is Kind.F else plan.total_stages
+    count = plan.microbatches
+    makes = (backward + plan.stage_of(rank, part.chunk)) * count
+    source = plan.producer(rank, part)
     if source is None:
-        return 0.0
-    at = made.get((action.kind is not Kind.F, plan.stage_of(*source), action.microbatch))
-    return None if at is None else at + latency * (source[0] != rank)
+        return _Exchange(_NONE, 0.0, makes)
+    return _Exchange((backward + plan.stage_of(*source)) * count, latency * (source[0] != rank), makes)
 
 
-def _complaints(plan: Plan, waiting: list[list[Action]]) -> list[str]:
+def _complaints(plan: Plan, at: list[int], work: list[list[_Work]], made: list[float | None]) -> list[str]:
     texts = []
-    for rank, actions in enumerate(waiting):
-        source = plan.producer(rank, actions[-1]) if actions else None
-        if source is not None:
-            kind = Kind.F if actions[-1].kind is Kind.F else Kind.B
-            needed = Action(kind, actions[-1].microbatch, source[1])
-            texts.append(f"rank {rank} waits at {actions[-1]} for {needed} of rank {source[0]}")
+    for rank, (number, mine) in enumerate(zip(at, work, strict=True)):
+        for part in mine[number][0].parts if number < len(mine) else ():
+            exchange = _exchange(plan, rank, part, 0.0)
+            source = plan.producer(rank, part)
+            if source is not None and made[exchange.needs + part.microbatch] is None:
+                needed = Action(Kind.F if part.kind is Kind.F else Kind.B, part.microbatch, source[1])
+                texts.append(f"rank {rank} waits at {mine[number][0]} for {needed} of rank {source[0]}")
     return texts

@@ -9,8 +9,10 @@ ahead. REDUCE and GATHER concern other groups of ranks and are passed over here.
 
 from __future__ import annotations
 
-from threed.schedules.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Plan
-from threed.schedules.play import legal
+from threed.schedules.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+from threed.schedules.legal import legal
+from threed.schedules.plan import Plan
+from threed.schedules.play import play
 
 _RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 
@@ -74,10 +76,13 @@ def _check_inputs(plan: Plan) -> None:
     for rank, actions in enumerate(plan.ranks):
         have: set[Action] = set()
         for action in actions:
-            needs = _needs(plan, rank, action)
-            if needs and have.isdisjoint(needs):
-                raise ValueError(f"plan {plan.name}: rank {rank}: {action} comes before {needs[0]}")
-            have.add(action)
+            for part in action.parts:
+                needs = _needs(plan, rank, part)
+                if needs and have.isdisjoint(needs):
+                    raise ValueError(f"plan {plan.name}: rank {rank}: {action} comes before {needs[0]}")
+            if action.kind not in COMPUTE and action in have and action.kind is not Kind.GATHER:
+                raise ValueError(f"plan {plan.name}: rank {rank}: {action} appears twice")
+            have.update(action.parts)
 
 
 def _needs(plan: Plan, rank: int, action: Action) -> list[Action]:
@@ -93,3 +98,14 @@ def _needs(plan: Plan, rank: int, action: Action) -> list[Action]:
     if source[0] != rank:
         return [Action(Kind.RECV_B if backward else Kind.RECV_F, action.microbatch, action.chunk)]
     return [Action(kind, action.microbatch, source[1]) for kind in ((Kind.B, Kind.I) if backward else (Kind.F,))]
+
+
+def validate(plan: Plan) -> None:
+    """Checks everything that can be known of a plan before it runs, with its communication if it has any.
+
+    Raises ValueError naming rank and action of what is missing, doubled, misordered, unmatched, used before it arrives,
+    deadlocked under blocking transfers, or reduced before a weight gradient is there.
+    """
+    play(plan, lambda *_: 1.0)
+    if any(action.kind not in COMPUTE for actions in plan.ranks for action in actions):
+        check_rendezvous(plan)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from threed.schedules.action import COMPUTE, Kind, Plan
+from threed.schedules.action import COMPUTE, Action, Kind
+from threed.schedules.plan import Plan
 from threed.schedules.play import Span, Spans, play
 
 Cost = float | tuple[float, ...]
@@ -25,7 +26,7 @@ class Costs:
     A number is the time of one micro-batch over all chunks of a rank: one of V chunks takes 1/V of it. A tuple has
     the time of every stage of the model instead (stages x chunks values, in model order), for stages that are not
     equal. `send` is the latency of one message, which keeps neither rank busy. `overlapped` is a forward that runs
-    together with a backward, in schedules that pair them (default: their sum); gpipe and 1f1b have no such pairs.
+    together with a full backward, in schedules that pair them (default: their sum); of two stages, their mean.
     """
 
     forward: Cost
@@ -41,20 +42,31 @@ class Costs:
                     f"costs: {name} is {cost}; times are not negative, and a tuple has one for every stage"
                 )
 
-    def duration(self, kind: Kind, stage: int, plan: Plan) -> float:
-        """How long a compute action takes on one stage of the model."""
+    def duration(self, action: Action, rank: int, plan: Plan) -> float:
+        """How long a rank's compute action takes."""
+        if action.beside is not None and self.overlapped is not None:
+            return self._of_pair(self.overlapped, action, rank, plan)
         parts = {
             Kind.F: (self.forward,),
             Kind.B: (self.backward_input, self.backward_weight),
             Kind.I: (self.backward_input,),
             Kind.W: (self.backward_weight,),
         }
-        return sum(_of_stage(cost, stage, plan) for cost in parts[kind])
+        return sum(
+            _of_stage(cost, plan.stage_of(rank, part.chunk), plan) for part in action.parts for cost in parts[part.kind]
+        )
+
+    def _of_pair(self, cost: Cost, pair: Action, rank: int, plan: Plan) -> float:
+        """Of a forward with a full backward; without the time of the weights' gradient where that comes later."""
+        stages = [plan.stage_of(rank, part.chunk) for part in pair.parts]
+        whole = sum(_of_stage(cost, stage, plan) for stage in stages) / 2
+        later = pair.parts[1].kind is Kind.I
+        return max(0.0, whole - later * _of_stage(self.backward_weight, stages[1], plan))
 
 
 def _of_stage(cost: Cost, stage: int, plan: Plan) -> float:
     if not isinstance(cost, tuple):
-        return cost / plan.chunks
+        return cost * plan.ways / plan.chunks
     if len(cost) != plan.total_stages:
         raise ValueError(f"costs: {len(cost)} values for the {plan.total_stages} stages of plan {plan.name}")
     return cost[stage]
@@ -83,7 +95,7 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
 
     Raises ValueError naming rank and action where the plan is not legal or stalls.
     """
-    spans = play(plan, lambda action, stage: costs.duration(action.kind, stage, plan), costs.send)
+    spans = play(plan, lambda action, rank: costs.duration(action, rank, plan), costs.send)
     span, bubble = span_and_bubble(spans)
     return Timeline(
         makespan=max(actions[-1][2] for actions in spans),
@@ -113,17 +125,27 @@ def span_and_bubble(spans: Sequence[Sequence[Span]]) -> tuple[float, float]:
 def peak_activations(plan: Plan, rank: int) -> float:
     """The most micro-batches, over all chunks of the rank, whose activations it holds at once.
 
-    One rank's actions never overlap, so what is alive follows from their order alone.
+    One rank's actions never overlap, so what is alive follows from their order alone. A pair holds both of its
+    micro-batches. In a bidirectional plan a micro-batch is on half of the chunks.
     """
     releasing = (Kind.F,) if plan.forward_only else (Kind.B, Kind.W)
     alive = peak = 0
     for action in plan.ranks[rank]:
-        alive += action.kind is Kind.F
-        peak = max(peak, alive)
-        alive -= action.kind in releasing
-    return float(Fraction(peak, plan.chunks))
+        alive += action.kind is Kind.F or action.kind is Kind.FB
+        if alive > peak:
+            peak = alive
+        alive -= (action.kind if action.beside is None else action.beside.kind) in releasing
+    return float(Fraction(peak * plan.ways, plan.chunks))
 
 
 def _messages(plan: Plan, rank: int) -> int:
-    targets = (plan.consumer(rank, action) for action in plan.ranks[rank] if action.kind in COMPUTE)
-    return sum(target is not None and target[0] != rank for target in targets)
+    crosses: dict[tuple[Kind, int], bool] = {}
+    count = 0
+    for action in plan.ranks[rank]:
+        for part in action.parts if action.kind in COMPUTE else ():
+            key = part.kind, part.chunk
+            if key not in crosses:
+                target = plan.consumer(rank, part)
+                crosses[key] = target is not None and target[0] != rank
+            count += crosses[key]
+    return count

@@ -1,0 +1,147 @@
+"""Is a plan right, before a tensor moves? Every error names the rank and the action.
+
+Use: `legal(plan)` checks what every rank does on its own; `validate(plan)` also plays the plan out, and checks its
+communication if it has any: nothing missing, doubled, misordered, unmatched, used before it arrives, or deadlocked
+where transfers block both sides, and no gradient summed before it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from threed.schedules.action import COMPUTE, PER_CHUNK, Action, Kind
+from threed.schedules.plan import Plan
+
+_NOTHING, _FORWARD, _INPUT, _DONE = range(4)  # what a rank has done of a micro-batch on a chunk
+_STEP = {
+    Kind.F: (_NOTHING, _FORWARD),
+    Kind.B: (_FORWARD, _DONE),
+    Kind.I: (_FORWARD, _INPUT),
+    Kind.W: (_INPUT, _DONE),
+}
+_REQUIRED_BEFORE = {Kind.F: None, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
+
+
+def legal(plan: Plan) -> None:
+    """Checks that every stage computes every micro-batch once and in order.
+
+    Each (stage, micro-batch) has one F, and then one B or one I and W; or F alone everywhere. In a bidirectional plan a
+    micro-batch does so on all stages of one way. Raises ValueError naming rank and action.
+    """
+    if min(plan.stages, plan.microbatches, plan.chunks) < 1:
+        raise ValueError(f"plan {plan.name}: stages, micro-batches and chunks must be at least 1")
+    if len(plan.ranks) != plan.stages:
+        raise ValueError(f"plan {plan.name}: {len(plan.ranks)} lists of actions for {plan.stages} ranks")
+    _check_placement(plan)
+    done = [_walk(plan, rank) for rank in range(plan.stages)]
+    _check_complete(plan, done)
+    for rank, actions in enumerate(plan.ranks):
+        if any(action.kind in PER_CHUNK for action in actions):
+            _check_reductions(plan, rank)
+
+
+def _check_placement(plan: Plan) -> None:
+    if plan.ways not in (1, 2) or plan.chunks % plan.ways:
+        raise ValueError(f"plan {plan.name}: {plan.ways} ways for {plan.chunks} chunks; there are 1 or 2, alike")
+    if not plan.placement and plan.ways == 1:
+        return
+    shape = [len(chunks) for chunks in plan.placement]
+    held = [
+        sorted(chunks[at] for chunks in plan.placement for at in range(len(chunks)) if plan.way_of(at) == way)
+        for way in range(plan.ways)
+    ]
+    if held != [list(range(plan.total_stages))] * plan.ways or shape != [plan.chunks] * plan.stages:
+        raise ValueError(
+            f"plan {plan.name}: the placement {plan.placement} must give each of {plan.stages} ranks {plan.chunks} of "
+            f"the stages 0 .. {plan.total_stages - 1}, each stage {'once' if plan.ways == 1 else 'once on each way'}"
+        )
+
+
+def _walk(plan: Plan, rank: int) -> list[int]:
+    """What the rank has done at the end, of micro-batch m on chunk c at [c * microbatches + m]."""
+    chunks, count = plan.chunks, plan.microbatches
+    state = [_NOTHING] * (chunks * count)
+    for number, action in enumerate(plan.ranks[rank]):
+        kind, microbatch, chunk, beside = action
+        if kind not in COMPUTE:
+            continue
+        if kind is Kind.FB or beside is not None:
+            _check_pair(plan, rank, action)
+            parts: Sequence[Action] = (action.parts[1], action.parts[0])  # the backward's forward is an earlier one
+        else:
+            parts = (action,)
+        for kind, microbatch, chunk, _ in parts:
+            at = chunk * count + microbatch
+            before, after = _STEP[kind]
+            if not (0 <= chunk < chunks and 0 <= microbatch < count) or state[at] != before:
+                raise _wrong(plan, rank, number, Action(kind, microbatch, chunk))
+            state[at] = after
+    return state
+
+
+def _check_pair(plan: Plan, rank: int, action: Action) -> None:
+    backward = action.beside
+    if action.kind is not Kind.FB or backward is None or backward.kind not in (Kind.B, Kind.I):
+        raise ValueError(f"plan {plan.name}: rank {rank}: {action}: a pair is a forward beside a B or an I")
+
+
+def _wrong(plan: Plan, rank: int, number: int, action: Action) -> ValueError:
+    """What is wrong with an action that cannot follow those before it."""
+    seen = {part for before in plan.ranks[rank][:number] if before.kind in COMPUTE for part in before.parts}
+    where = f"plan {plan.name}: rank {rank}: {action}"
+    if not (0 <= action.chunk < plan.chunks and 0 <= action.microbatch < plan.microbatches):
+        return ValueError(f"{where}: there are {plan.chunks} chunks and {plan.microbatches} micro-batches")
+    if action in seen:
+        return ValueError(f"{where} appears twice")
+    before = _REQUIRED_BEFORE[action.kind]
+    if before is not None and action._replace(kind=before) not in seen:
+        return ValueError(f"{where} appears before {action._replace(kind=before)}")
+    return ValueError(f"{where}: this micro-batch already had its backward; it is one B, or one I and one W")
+
+
+def _check_complete(plan: Plan, done: Sequence[Sequence[int]]) -> None:
+    whole = _FORWARD if plan.forward_only else _DONE
+    count = plan.microbatches
+    if plan.ways == 1 and all(state.count(whole) == len(state) for state in map(list, done)):
+        return
+    way = [_way(plan, done, microbatch) for microbatch in range(count)]
+    for rank, state in enumerate(done):
+        for at, reached in enumerate(state):
+            chunk, microbatch = divmod(at, count)
+            if plan.way_of(chunk) == way[microbatch] and reached != whole:
+                kind = Kind.F if reached == _NOTHING else Kind.W if reached == _INPUT else Kind.B
+                raise ValueError(f"plan {plan.name}: rank {rank}: {Action(kind, microbatch, chunk)} is missing")
+            if plan.way_of(chunk) != way[microbatch] and reached != _NOTHING:
+                other = Action(Kind.F, microbatch, chunk)
+                raise ValueError(f"plan {plan.name}: rank {rank}: {other}: this micro-batch goes the other way")
+
+
+def _way(plan: Plan, done: Sequence[Sequence[int]], microbatch: int) -> int:
+    """The way that a micro-batch takes: that of the rank that begins with it."""
+    if plan.ways == 1:
+        return 0
+    rank, chunk = plan.locate(0, 1)
+    return int(done[rank][chunk * plan.microbatches + microbatch] != _NOTHING)
+
+
+def _check_reductions(plan: Plan, rank: int) -> None:
+    """In a plan with communication each chunk is reduced once, when its gradients are complete."""
+    left = dict.fromkeys(range(plan.chunks), 0)
+    ends = [part for action in plan.ranks[rank] for part in action.parts if part.kind in (Kind.B, Kind.W)]
+    for part in ends:
+        left[part.chunk] += 1
+    used = {chunk for chunk, count in left.items() if count}
+    for action in plan.ranks[rank]:
+        for part in action.parts:
+            if part.kind in (Kind.B, Kind.W):
+                left[part.chunk] -= 1
+        if action.kind is not Kind.REDUCE:
+            continue
+        where = f"plan {plan.name}: rank {rank}: {action}"
+        if action.chunk not in used:
+            raise ValueError(f"{where}: this chunk has no gradients, or they were reduced before")
+        if left[action.chunk]:
+            raise ValueError(f"{where} appears before the last weight gradient of chunk {action.chunk}")
+        used.discard(action.chunk)
+    if used:
+        raise ValueError(f"plan {plan.name}: rank {rank}: {Action(Kind.REDUCE, -1, min(used))} is missing")
