@@ -35,7 +35,24 @@ def test_every_kind_has_a_text_form() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F", "F0", "F0.", "X0.1", "f0.1", "F0.1.2", "F-1.0", "REDUCE", "REDUCE0.1", "F0.1 ", "FB0.1", "F0.1+W0.0", "B0.1+F0.0", "F0.1+B0.0+B0.2"]
+    "text",
+    [
+        "",
+        "F",
+        "F0",
+        "F0.",
+        "X0.1",
+        "f0.1",
+        "F0.1.2",
+        "F-1.0",
+        "REDUCE",
+        "REDUCE0.1",
+        "F0.1 ",
+        "FB0.1",
+        "F0.1+W0.0",
+        "B0.1+F0.0",
+        "F0.1+B0.0+B0.2",
+    ],
 )
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no action is written"):
