@@ -2,9 +2,13 @@
 
 looping   rank r holds stages r and r + p of the model: it ends on the last rank
 vee       rank r holds stages r and 2p - 1 - r: it ends on rank 0, where it begins
+
+split-vee and split-1f1b have every backward in two, the weights' gradients later.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import threed.checks  # noqa: F401  first: what it says is there must not depend on the order of tests
 from threed import schedules
@@ -57,6 +61,31 @@ def plan_of(name: str, placement: Placement, microbatches: int) -> Plan:
     return Plan(name, p, microbatches, CHUNKS, tuple(map(tuple, ranks)), placement)
 
 
-OWN = {"looping": looping, "vee": vee}
+def split(plan: Plan, name: str, late: int) -> Plan:
+    """The same with every backward in two, and weights' gradients so many backwards later."""
+    ranks = []
+    for actions in plan.ranks:
+        order, waiting = list[Action](), list[Action]()
+        for action in actions:
+            whole = action.kind is Kind.B
+            order.append(action._replace(kind=Kind.I) if whole else action)
+            waiting += [action._replace(kind=Kind.W)] if whole else []
+            if len(waiting) > late:
+                order.append(waiting.pop(0))
+        ranks.append((*order, *waiting))
+    return replace(plan, name=name, ranks=tuple(ranks))
+
+
+def split_vee(stages: int, microbatches: int) -> Plan:
+    """The V in split backwards."""
+    return split(vee(stages, microbatches), "split-vee", 2)
+
+
+def split_1f1b(stages: int, microbatches: int) -> Plan:
+    """1F1B in split backwards."""
+    return split(schedules.one_f_one_b(stages, microbatches), "split-1f1b", 1)
+
+
+OWN = {"looping": looping, "vee": vee, "split-vee": split_vee, "split-1f1b": split_1f1b}
 for _name, _plan in OWN.items():
-    schedules.register(_name, _plan, chunks=CHUNKS)
+    schedules.register(_name, _plan, chunks=1 if _name == "split-1f1b" else CHUNKS)

@@ -18,7 +18,8 @@ SHAPES = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)]  # pp, dp, tp
 def test_the_plans_are_legal_and_cannot_deadlock(name: str, stages: int, microbatches: int) -> None:
     plan = build(name, stages, microbatches)
     check_rendezvous(lower(plan, gathers=True))
-    assert all(len(actions) == 2 * 2 * microbatches for actions in plan.ranks)
+    each = plan.chunks * (3 if "split" in name else 2)
+    assert all(len(actions) == each * microbatches for actions in plan.ranks)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_forwards_alone_go_over_any_placement(placement: Placement) -> None:
 
 
 def cases() -> list[Case]:
-    """Every stage of ZeRO on every shape, tied and not, under both placements; recompute and micro-batches in turn."""
+    """Every stage of ZeRO on every shape, tied and not, under all plans; recompute and micro-batches in turn."""
     found, again = [], ["none", "full", "selective", "sliced", "half"]
     for number, (pp, dp, tp) in enumerate(SHAPES):
         for zero in (0, 1, 2, 3) if dp > 1 else (1,):
@@ -50,6 +51,6 @@ def cases() -> list[Case]:
     return found
 
 
-def test_two_chunks_on_a_rank_equal_one_process() -> None:
+def test_chunks_and_split_backwards_equal_one_process() -> None:
     """Also where the model begins and ends on rank 0, whose tied table is one tensor there."""
     run_all(cases())

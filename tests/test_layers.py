@@ -500,15 +500,19 @@ def test_rotary_positions_refuse_heads_of_odd_size() -> None:
         layers.Attention("a", 42, 6, Slicing(), rotary=10000.0)
 
 
-def test_attention_that_no_kernel_computes_is_said_once() -> None:
+def test_attention_that_no_kernel_computes_is_said_once_and_one_switched_off_is_refused() -> None:
     q = torch.randn(1, 2, 7, 8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        attention_layer._warn_unless_fused(q, q, q, None, None, False)
+        attention_layer._check_fused(q, q, q, None, None, False)
     q = torch.randn(1, 2, 9, 8)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         with pytest.warns(UserWarning, match=r"without a fused kernel \(torch.float32 heads \[1, 2, 9, 8\]"):
-            attention_layer._warn_unless_fused(q, q, q, None, None, False)
+            attention_layer._check_fused(q, q, q, None, None, False)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            attention_layer._warn_unless_fused(q, q, q, None, None, False)
+            attention_layer._check_fused(q, q, q, None, None, False)
+        q = q.to(torch.bfloat16)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"\(torch.bfloat16 heads .* there is one for these"):
+                attention_layer._check_fused(q, q, q, None, None, False)

@@ -122,7 +122,8 @@ class Engine:
         self.extras = Extras(self.buffers, topology, generators=self.wrapped is not None)
         self.executor = Executor(
             self._stages(mine), transport or Links(topology), topology.axis("pp").index, self.reducer.all_passes_ended,
-            self._pass_ended, device=topology.device, varying=getattr(self.model, "boundaries_vary", False),
+            self._pass_ended, weight_gradients=self.reducer, device=topology.device,
+            varying=getattr(self.model, "boundaries_vary", False),
         )  # fmt: skip
 
     def _as_model(self, model: Model | nn.Module) -> Model:

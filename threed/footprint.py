@@ -153,7 +153,8 @@ def _activations(
 ) -> tuple[int, int]:
     """The most bytes that micro-batches keep at once, and the most with what a pass needs beside them."""
     passes, width = [Pass(chunk) for chunk in chunks], blueprint.layout.policy.param_dtype.itemsize
-    actions = [a for a in blueprint.plan.ranks[blueprint.topology.axis("pp").index] if a.kind in COMPUTE]
+    ours = blueprint.plan.ranks[blueprint.topology.axis("pp").index]
+    actions = [part for action in ours if action.kind in COMPUTE for part in action.parts]
     last = {action.chunk: number for number, action in enumerate(actions) if action.kind in (Kind.B, Kind.W)}
     now = kept = most = 0
     units = list(itertools.accumulate((len(chunk) for chunk in chunks), initial=0))
@@ -163,12 +164,16 @@ def _activations(
             most, now = max(most, now + one.forward + reductions.standing + whole.forward * width), now + one.kept
             kept = max(kept, now)
             continue
+        if action.kind is Kind.W:  # a product into the gradients' memory; what an I has used is there until then
+            most, now = max(most, now + reductions.standing), now - one.kept
+            reductions.standing = max(reductions.standing, reductions.left if reductions.always else 0)
+            continue
         leaving = reductions.always or number == last[action.chunk]
         first = units[action.chunk]
         for unit, (nbytes, numel) in enumerate(zip(one.backward, whole.backward, strict=True), first):
             beside = numel * width + (reductions.during[unit] if leaving else 0)
             most = max(most, now - one.kept + nbytes + beside)
-        now -= 0 if action.kind is Kind.I else one.kept  # a W still needs what an I has used
+        now -= 0 if action.kind is Kind.I else one.kept
         reductions.standing = max(reductions.standing, reductions.left if reductions.always else 0)
     return kept, max(most, reductions.end)
 

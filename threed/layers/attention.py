@@ -55,7 +55,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: f
     q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b a s d]; plain views, for einops costs 5 µs a call
     grouped = q.shape[1] != k.shape[1]
     if q.is_cuda and not torch.compiler.is_compiling():
-        _warn_unless_fused(q, k, v, mask, scale, grouped)
+        _check_fused(q, k, v, mask, scale, grouped)
     y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
     return y.permute(2, 0, 1, 3).flatten(2)
 
@@ -63,22 +63,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: f
 _looked_at: set[tuple[object, ...]] = set()
 
 
-def _warn_unless_fused(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, grouped: bool
-) -> None:
-    """Warns, once for such tensors, where torch has no fused kernel for them, and scores of all pairs are kept."""
+def _check_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, grouped: bool) -> None:
+    """Looks, once for such tensors, whether torch takes a fused kernel for them, which keeps no scores of all pairs.
+
+    Raises RuntimeError where there is one but it is switched off; warns where there is none.
+    """
     kind = (q.shape, k.shape, q.dtype, mask is None, q.requires_grad)
     if kind in _looked_at:
         return
-    _looked_at.add(kind)
     chosen = torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None, scale=scale, enable_gqa=grouped)
     if chosen == SDPBackend.MATH.value:
         what = f"{q.dtype} heads {list(q.shape)} [b a s d], keys {list(k.shape)}, {'no ' if mask is None else 'a '}mask"
-        warnings.warn(
-            f"attention without a fused kernel ({what}): it keeps the scores of all pairs of positions; bf16 or fp16,"
-            " heads of a multiple of 8 up to 256, and no mask but the causal one have one",
-            stacklevel=3,
-        )
+        problem = f"attention without a fused kernel ({what}): it keeps the scores of all pairs of positions"
+        if q.dtype in (torch.bfloat16, torch.float16) and mask is None and q.shape[3] % 8 == 0 and q.shape[3] <= 256:
+            raise RuntimeError(
+                f"{problem}; there is one for these, which is switched off: leave out torch.nn.attention.sdpa_kernel"
+                " and torch.backends.cuda.enable_flash_sdp(False)"
+            )
+        has = "bf16 or fp16, heads of a multiple of 8 up to 256, and no mask but the causal one have one"
+        warnings.warn(f"{problem}; {has}", stacklevel=3)
+    _looked_at.add(kind)
 
 
 @functools.lru_cache(maxsize=64)

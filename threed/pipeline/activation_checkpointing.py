@@ -194,8 +194,8 @@ class ActivationStore:
             if self.axis is not None and saved.gathering is None:
                 saved.gathering = collectives.start_all_gather(saved.value, self.axis)
 
-    def get(self, saved: SavedInput) -> Tensor:
-        """Returns the input; until `release` it may be a view of the storage."""
+    def get(self, saved: SavedInput, own: bool = False) -> Tensor:
+        """Returns the input; until `release` it may be a view of the storage, unless it is to be the caller's own."""
         self.prefetch(saved)
         assert saved.value is not None
         whole = saved.value
@@ -204,6 +204,8 @@ class ActivationStore:
         if saved.gathering is not None:
             whole = saved.gathering.wait()
             self.release(saved)
+        elif own and saved.storage is not None and saved.arrived is None:
+            whole = whole.clone()
         return whole[: saved.shape.numel()].view(saved.shape) if self.axis is not None or saved.storage else whole
 
     def release(self, saved: SavedInput) -> None:

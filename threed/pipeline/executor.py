@@ -3,6 +3,8 @@
     executor = Executor(stages, transport, rank)
     outputs  = executor.run(plan, micro_batches)
 
+A backward is whole (B), or split: I computes the input's gradient, and sets aside what W computes the weights' from.
+
 Receives are posted where the plan has them, when the other side sends, and waited for at first use. Sends are waited
 for two messages later, or at the end. Training, evaluation and sampling are all plans.
 
@@ -14,7 +16,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,38 +34,54 @@ from threed.schedules.plan import Plan
 Span = tuple[Action, float, float]
 
 
-def with_next_compute(actions: Sequence[Action]) -> Iterator[tuple[Action, Action | None]]:
-    """Returns every action with the next compute action after it."""
-    following: list[Action | None] = []
-    then: Action | None = None
+def with_next_pass(actions: Sequence[Action]) -> Iterator[tuple[Action, tuple[Action, ...]]]:
+    """Returns every action with the next compute action after it, in its parts: none where that is a W, which reads no
+    weights, or where there is none."""
+    following: list[tuple[Action, ...]] = []
+    then: tuple[Action, ...] = ()
     for action in reversed(actions):
         following.append(then)
-        then = action if action.kind in COMPUTE else then
+        if action.kind in COMPUTE:
+            then = () if action.kind is Kind.W else action.parts
     return zip(actions, reversed(following), strict=True)
+
+
+class WeightGradients(Protocol):
+    """Sets aside what weights' gradients are computed from, and computes them later (`threed.zero.reducer`)."""
+
+    def defer(self) -> AbstractContextManager[list[Any]]:
+        """In the block, sets it aside in the list."""
+
+    def add_deferred(self, waiting: list[Any]) -> None:
+        """Computes and adds the gradients."""
 
 
 class Executor:
     """Runs plans over the stages (chunks) of one pipeline rank.
 
-    on_backward(chunk) is called after each backward, on_reduce(chunk) where the plan has the reduction of a chunk's
-    gradients. varying: forms depend on more than the shapes of a micro-batch, and precede every message. After
-    `record()`, `spans` are (action, start, end) of every action, in seconds of `time.perf_counter`.
+    on_backward(chunk) is called after each backward, of a split one after its W; on_reduce(chunk) where the plan has
+    the reduction of a chunk's gradients. weight_gradients: what split backwards need. varying: forms depend on more
+    than the shapes of a micro-batch, and precede every message. After `record()`, `spans` are (action, start, end) of
+    every action, in seconds of `time.perf_counter`.
     """
 
     def __init__(
         self, stages: Sequence[Stage], transport: Transport, rank: int,
         on_reduce: Callable[[int], None] | None = None, on_backward: Callable[[int], None] | None = None, *,
-        device: torch.device | None = None, varying: bool = False,
+        weight_gradients: WeightGradients | None = None, device: torch.device | None = None, varying: bool = False,
     ) -> None:  # fmt: skip
         self.stages, self.transport, self.rank = stages, transport, rank
-        self.on_reduce, self.on_backward = on_reduce, on_backward
+        self.on_reduce, self.on_backward, self.weight_gradients = on_reduce, on_backward, weight_gradients
         self.device, self.varying = device or torch.device("cpu"), varying
         self._forms: dict[tuple[Any, ...], Form] = {}
         self._clock: Clock | None = None  # while spans are recorded
         self._marks: list[tuple[Action, Moment, Moment]] = []
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
-            Kind.B: self._backward,
+            Kind.B: self._whole_backward,
+            Kind.I: self._input_backward,
+            Kind.W: self._weight_backward,
+            Kind.FB: self._pair,
             Kind.SEND_F: self._send,
             Kind.SEND_B: self._send,
             Kind.RECV_F: self._receive,
@@ -87,14 +106,15 @@ class Executor:
         self._signatures = [(n, *signature(m)) if self.varying else signature(m) for n, m in enumerate(micros)]
         if self.varying:
             self._forms.clear()
-        self._then: Action | None = None
+        self._then: tuple[Action, ...] = ()
         for stage in self.stages:
             stage.reset()
         self._arriving: dict[tuple[Kind, int, int], list[Pending] | list[Tensor]] = {}
         self._leaving: dict[tuple[Kind, int, int], list[Tensor]] = {}
         self._sent: deque[list[Pending]] = deque()
+        self._waiting: dict[tuple[int, int], list[Any]] = {}  # of split backwards, for their W
         self._outputs: dict[int, Tensor] = {}
-        for action, then in with_next_compute(plan.ranks[self.rank]):
+        for action, then in with_next_pass(plan.ranks[self.rank]):
             self._then = then
             self._begin()
             self._handlers[action.kind](action)
@@ -107,20 +127,49 @@ class Executor:
     def _forward(self, action: Action) -> None:
         parts, m = self._take(Kind.RECV_F, action), self._micros[action.microbatch]
         x = None if parts is None else self._form("in", action).value(parts)
-        keep = self._then is not None and self._then.kind is Kind.B and self._then.chunk == action.chunk
+        keep = self._turns(action, Kind.B, Kind.I)
         y = self.stages[action.chunk].forward(action.microbatch, x, m, keep)
         if self._plan.consumer(self.rank, action) is None:
             self._outputs[action.microbatch] = y.detach()
         else:
             self._give(Kind.SEND_F, Kind.RECV_F, action, y)
 
-    def _backward(self, action: Action) -> None:
-        parts = self._take(Kind.RECV_B, action)
-        dy = None if parts is None else self._form("out", action).gradients(parts)
-        keep = self._then is not None and self._then.kind is Kind.F and self._then.chunk == action.chunk
-        dx = self.stages[action.chunk].backward(action.microbatch, dy, keep)
+    def _pair(self, action: Action) -> None:
+        """Runs a forward and a backward, of another micro-batch, one after the other."""
+        forward, backward = action.parts
+        then, self._then = self._then, (backward,)
+        self._forward(forward)
+        self._then = then
+        self._handlers[backward.kind](backward)
+
+    def _whole_backward(self, action: Action) -> None:
+        self._backward(action)
         if self.on_backward is not None:
             self.on_backward(action.chunk)
+
+    def _input_backward(self, action: Action) -> None:
+        with self._split(action).defer() as waiting:
+            self._backward(action, split=True)
+        self._waiting[action.microbatch, action.chunk] = waiting
+
+    def _weight_backward(self, action: Action) -> None:
+        self._split(action).add_deferred(self._waiting.pop((action.microbatch, action.chunk)))
+        if self.on_backward is not None:
+            self.on_backward(action.chunk)
+
+    def _split(self, action: Action) -> WeightGradients:
+        if self.weight_gradients is None:
+            raise ValueError(f"plan {self._plan.name}: rank {self.rank}: {action}: nothing can defer weight gradients")
+        return self.weight_gradients
+
+    def _turns(self, action: Action, *kinds: Kind) -> bool:
+        """Whether the next pass is one of these kinds over the same chunk, and so begins where this one ends."""
+        return bool(self._then) and self._then[0].kind in kinds and self._then[0].chunk == action.chunk
+
+    def _backward(self, action: Action, split: bool = False) -> None:
+        parts = self._take(Kind.RECV_B, action)
+        dy = None if parts is None else self._form("out", action).gradients(parts)
+        dx = self.stages[action.chunk].backward(action.microbatch, dy, self._turns(action, Kind.F), split)
         if self._plan.consumer(self.rank, action) is not None:
             self._give(Kind.SEND_B, Kind.RECV_B, action, dx)
 
@@ -210,8 +259,9 @@ class Executor:
 
     def _gather(self, action: Action) -> None:
         """Begins to gather the first units of the next compute action, while this rank waits for messages."""
-        if self._then is not None:
-            self.stages[action.chunk].start(backward=self._then.kind is Kind.B)
+        for part in self._then:
+            if part.chunk == action.chunk:
+                self.stages[action.chunk].start(backward=part.kind is not Kind.F)
 
     def _reduce(self, action: Action) -> None:
         if self.on_reduce is not None:

@@ -232,8 +232,9 @@ class Stage:
 
     # ------------------------------------------------------------------------------------------------------- backward
 
-    def backward(self, microbatch: int, dy: Any, keep: bool = False) -> Any:
-        """Returns the gradient of the micro-batch's input, None on the first stage; sinks get weight gradients."""
+    def backward(self, microbatch: int, dy: Any, keep: bool = False, split: bool = False) -> Any:
+        """Returns the gradient of the micro-batch's input, None on the first stage; sinks get weight gradients. split:
+        those are computed later, from what layers were given: that must stay."""
         frames, reading = self._open[microbatch], self._backward_units
         keep = keep and bool(reading) and reading[-1] == self.first
         steps = {step.run: step for step in self._walk(True, keep)}
@@ -245,16 +246,16 @@ class Stage:
                     self.gatherer.start(other)
                 self.gatherer.ready(unit)
             if unit not in self._joined:
-                dy = self._back(unit, frames.pop(), frames, dy, first=unit == self._units[-1])
+                dy = self._back(unit, frames.pop(), frames, dy, unit == self._units[-1], split)
             if step is not None and step.release:
                 self.gatherer.release(unit)
         del self._open[microbatch]
         return dy
 
-    def _back(self, unit: int, frame: Frame, before: list[Frame], dy: Any, first: bool) -> Any:
+    def _back(self, unit: int, frame: Frame, before: list[Frame], dy: Any, first: bool, split: bool) -> Any:
         """Runs the backward of the graph that ends with a layer. before: frames whose backward comes next. first: of
         the stage's backward, where dy None means that y is a loss."""
-        with self._graph(unit, frame, before) as (x, edges):
+        with self._graph(unit, frame, before, split) as (x, edges):
             grads = gradients_of(dy, len(edges))
             loss = first and dy is None
             roots = [(e, g) for e, g in zip(edges, grads, strict=True) if e is not None and (loss or g is not None)]
@@ -264,7 +265,7 @@ class Stage:
 
     @contextmanager
     def _graph(
-        self, unit: int, frame: Frame, before: list[Frame]
+        self, unit: int, frame: Frame, before: list[Frame], split: bool
     ) -> Iterator[tuple[Any, tuple[GradientEdge | None, ...]]]:
         """Yields a graph's input, and the edges into it; it is made here if the layer is recomputed."""
         again, store = frame.again, self.recomputed.store
@@ -272,7 +273,7 @@ class Stage:
             yield frame.x, frame.edges
             return
         try:
-            given = [store.get(one).requires_grad_(g) for one, g in zip(again.saved, again.grads, strict=True)]
+            given = [store.get(one, split).requires_grad_(g) for one, g in zip(again.saved, again.grads, strict=True)]
             x = like(again.structure, given)
             self._prefetch_inputs(before)
             with torch.enable_grad(), staged(self._looked), again.draws.again():

@@ -71,7 +71,7 @@ def _passes(reads: Sequence[bool], actions: Sequence[Action], chunk: int) -> Ite
     of them stays whole."""
     forward = list(range(len(reads)))
     backward = [number for number in reversed(forward) if reads[number]]
-    compute = [action for action in actions if action.kind in COMPUTE]
+    compute = [part for action in actions if action.kind in COMPUTE for part in action.parts]
     for action, then in zip(compute, [*compute[1:], None], strict=True):
         if action.chunk != chunk or action.kind is Kind.W:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -17,6 +18,10 @@ from threed.zero.others import is_own
 EVER = 2**62  # an unknown number of contributions: the parameter is complete when the round ends
 
 
+# A contribution that waits for its W: what adds it, and with what.
+Contribution = tuple[Callable[..., None], tuple[Tensor, ...]]
+
+
 class Collector(Protocol):
     """The part of `Reducer` that a sink uses."""
 
@@ -24,6 +29,7 @@ class Collector(Protocol):
     memory: Gradients
     dynamic: bool
     listener: Callable[[Slot], None] | None
+    deferred: list[Contribution] | None
 
     def is_late(self, sink: Sink) -> bool: ...
 
@@ -47,6 +53,8 @@ class Sink:
 
     def add(self, grad: Tensor) -> None:
         """Adds a whole gradient."""
+        if self._deferred(self.add, grad):
+            return
         if self.reducer.is_late(self):
             self.reducer.keep_aside(self.slot, grad)
             return
@@ -59,14 +67,26 @@ class Sink:
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the matrix product a @ b; in the buffer itself where the dtypes allow."""
+        if self._deferred(self.add_product, a, b):
+            return None
         if not self._takes_products(a):
             return self.add(torch.mm(a, b))
         matmul.add_product_(self._target(), a, b, fresh=not self.received)
         return self.arrived()
 
     def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Adds matrix products a @ b, made one after the other, as one contribution."""
+        """Adds matrix products a @ b, made one after the other, as one contribution.
+
+        Where contributions wait, a single pair does; of several only their sum, for all of them at once are what is
+        made one after the other to save memory.
+        """
         total, fresh, direct = None, not self.received, False
+        pairs = iter(pairs)
+        if self.reducer.deferred is not None:
+            first, second = next(pairs, None), next(pairs, None)
+            if first is not None and second is None:
+                return self.add_product(*first)
+            pairs = chain((pair for pair in (first, second) if pair is not None), pairs)
         for a, b in pairs:
             direct = direct or (total is None and self._takes_products(a))
             if direct:
@@ -76,11 +96,22 @@ class Sink:
                 total = torch.mm(a, b) if total is None else total.addmm_(a, b)
         self.arrived() if total is None else self.add(total)
 
+    def _deferred(self, add: Callable[..., None], *tensors: Tensor) -> bool:
+        """Returns whether contributions wait for a W now; then this one is set aside."""
+        if self.reducer.deferred is None:
+            return False
+        self.reducer.deferred.append((add, tensors))
+        return True
+
     def _takes_products(self, a: Tensor) -> bool:
+        if self.reducer.deferred is not None:
+            return False
         return not self.reducer.is_late(self) and (a.dtype == self._dtype or matmul.widens(a, self._dtype))
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows [n h] at row numbers [n]."""
+        if self._deferred(self.add_rows, index, rows):
+            return None
         if self.reducer.is_late(self):
             whole = rows.new_zeros(self.slot.param.shape)
             return self.add(whole.index_add_(0, index, rows) if len(whole) else whole)
@@ -94,7 +125,11 @@ class Sink:
     def memory(self) -> tuple[Tensor, bool] | None:
         """Returns where the gradient is, in the parameter's shape, and whether to add to what is there; `arrived` is
         due when that was done. None where a gradient cannot be written there now: `add` it."""
-        return None if self.reducer.is_late(self) else (self._target(), self.received > 0)
+        return (
+            None
+            if self.reducer.deferred is not None or self.reducer.is_late(self)
+            else (self._target(), self.received > 0)
+        )
 
     def arrived(self) -> None:
         """Counts a contribution that is in memory now."""
