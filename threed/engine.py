@@ -31,6 +31,7 @@ from threed.checks import find_refusals
 from threed.config import Config, ConfigError, resolve
 from threed.footprint import flops
 from threed.layers import MicroBatch, Slicing
+from threed.layers.linear import use_sinks
 from threed.metrics import Faults
 from threed.metrics import StepMetrics as StepMetrics
 from threed.models import Model, Wrapped
@@ -117,6 +118,8 @@ class Engine:
             self.wrapped.agree(topology.axis("dp"), topology.device)
         records.fill(self.optimizer, self._initial_value, (records.WEIGHT,))
         self.hooks = self._hook_up(mine)
+        for layer in mine if blueprint.plan.splits else ():
+            use_sinks(layer)
         compiling.compile_layers(mine, layers, config.run)
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wrapped is not None)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.collectives import split
-from threed.layers.running import runs
+from threed.layers.running import goes_to_sink, runs
 from threed.layers.slicing import Slicing, bias_gradient, for_autograd, weight_gradient
 from threed.layers.tiled import LOCAL, add_weight, tiled_linear, tiles_of
 from threed.ops import launch, matmul
@@ -256,3 +256,25 @@ class ReplicatedLinear(Product):
 
 
 TiledLinear = ReplicatedLinear  # its name when tiles were all that it was for
+
+
+class SinkLinear(nn.Linear):
+    """torch's linear layer, whose weight's gradient goes to its sink without passing through autograd, if it may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
+        mixed = torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
+        if mixed or x.dtype != weight.dtype or not (goes_to_sink(weight) and goes_to_sink(bias)):
+            return super().forward(x)
+        return linear(x, weight, bias)
+
+    def _get_name(self) -> str:
+        return nn.Linear.__name__
+
+
+def use_sinks(layer: nn.Module) -> None:
+    """Lets torch's own linear layers among a layer's parts write to sinks, which a split backward can defer; those of
+    derived classes, and those whose forward was replaced, stay with autograd."""
+    for module in layer.modules():
+        if type(module) is nn.Linear and "forward" not in module.__dict__:
+            module.__class__ = SinkLinear

@@ -49,6 +49,11 @@ class Plan:
         backward = (Kind.B, Kind.I, Kind.W, Kind.FB)
         return all(action.kind not in backward for actions in self.ranks for action in actions)
 
+    @cached_property
+    def splits(self) -> bool:
+        """Whether some backward is in two: an I and a W."""
+        return any(action.kind is Kind.W for actions in self.ranks for action in actions)
+
     def stage_of(self, rank: int, chunk: int) -> int:
         """Returns which stage of the model a rank's chunk is."""
         return self.placement[rank][chunk] if self.placement else rank + chunk * self.stages
