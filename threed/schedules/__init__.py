@@ -11,13 +11,17 @@ A schedule of your own is a function (stages, microbatches) -> Plan: `register("
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 from threed.schedules import draw
 from threed.schedules.action import Action, Kind, together
+from threed.schedules.chimera import chimera
 from threed.schedules.draw import svg
+from threed.schedules.dualpipe import dualpipe, dualpipev
 from threed.schedules.gpipe import forward_only, gpipe
+from threed.schedules.interleaved import interleaved
 from threed.schedules.legal import legal
 from threed.schedules.lower import lower
 from threed.schedules.one_f_one_b import one_f_one_b
@@ -27,7 +31,8 @@ from threed.schedules.simulate import Costs, Timeline, peak_activations, simulat
 
 __all__ = [
     "NOT_YET", "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "available", "build",
-    "check_rendezvous", "draw", "forward_only", "gpipe", "legal", "lower", "one_f_one_b", "own_chunks",
+    "check_rendezvous", "chimera", "chunks_are_free", "draw", "dualpipe", "dualpipev", "forward_only", "gpipe",
+    "interleaved", "legal", "lower", "one_f_one_b", "own_chunks",
     "peak_activations", "register", "simulate", "span_and_bubble", "svg",
     "together", "validate",
 ]  # fmt: skip
@@ -45,7 +50,14 @@ class _Entry(NamedTuple):
 
 
 # The one thing here that changes after import, and only by `register`: names exist per process, like imported modules.
-_SCHEDULES = {"gpipe": _Entry(gpipe, 1), "1f1b": _Entry(one_f_one_b, 1)}
+_SCHEDULES = {
+    "gpipe": _Entry(gpipe, 1),
+    "1f1b": _Entry(one_f_one_b, 1),
+    "interleaved": _Entry(interleaved, None),
+    "chimera": _Entry(chimera, 2),
+    "dualpipe": _Entry(dualpipe, 2),
+    "dualpipev": _Entry(dualpipev, 2),
+}
 NOT_YET = tuple(name for name in get_args(ScheduleName) if name not in _SCHEDULES)
 
 
@@ -56,7 +68,16 @@ def available() -> tuple[str, ...]:
 
 def own_chunks(name: str) -> int:
     """How many chunks a rank has under a schedule where nothing else is asked for; 1 of one that is not there."""
-    return (_SCHEDULES[name].chunks if name in _SCHEDULES else None) or 1
+    entry = _SCHEDULES.get(name)
+    if entry is None or entry.chunks is not None:
+        return 1 if entry is None else entry.chunks or 1
+    third = list(inspect.signature(entry.fn).parameters.values())[2:3]
+    return next((parameter.default for parameter in third if isinstance(parameter.default, int)), 1)
+
+
+def chunks_are_free(name: str) -> bool:
+    """Whether whoever builds a schedule chooses how many chunks a rank has."""
+    return name in _SCHEDULES and _SCHEDULES[name].chunks is None
 
 
 def register(name: str, fn: Callable[..., Plan], chunks: int | None = 1) -> None:

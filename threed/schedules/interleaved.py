@@ -1,0 +1,56 @@
+"""Interleaved 1F1B: every rank holds several chunks of the model, which makes the bubble so many times smaller.
+
+Use: `interleaved(stages=4, microbatches=8, chunks=2)`.
+
+Rank r holds the stages r, r + stages, r + 2 stages ..; micro-batches pass all ranks once for every chunk. They go in
+rounds: a rank takes a round through its first chunk, then through the next one, and after the last chunk begins with
+the next round. Of `rounds` at least as large as there are ranks the bubble is (stages - 1) / chunks micro-batches,
+whatever their sizes; the larger they are, the more activations are held.
+Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2, where all rounds have as many micro-batches as there are
+ranks.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from threed.schedules.action import Action, Kind
+from threed.schedules.plan import Plan
+
+
+def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Plan:
+    """Every rank runs its warm-up, then forward and backward in turn, then the backwards that are left.
+
+    Any number of micro-batches: with fewer than stages some waiting remains between the chunks. On one chunk this is
+    1F1B with a longer warm-up, so that messages have two slots of time. Raises ValueError without chunks.
+    """
+    if chunks < 1:
+        raise ValueError(f"schedule interleaved: chunks is {chunks}; it must be at least 1")
+    sizes = rounds(stages, microbatches)
+    forwards = _in_rounds(Kind.F, sizes, range(chunks))
+    backwards = _in_rounds(Kind.B, sizes, range(chunks - 1, -1, -1))
+    ranks = []
+    for rank in range(stages):
+        warmup = min(2 * (stages - rank - 1) + (chunks - 1) * sizes[0], len(forwards))
+        steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+        ranks.append((*forwards[:warmup], *steady, *backwards[len(backwards) - warmup :]))
+    return Plan("interleaved", stages, microbatches, chunks, tuple(ranks))
+
+
+def rounds(stages: int, microbatches: int) -> list[int]:
+    """The sizes of the rounds: as many of at least `stages` as there can be, as even as can be, larger ones first.
+
+    A last round that is smaller than the others would wait at every chunk, and smaller ones first can deadlock.
+    """
+    count = max(1, microbatches // stages)
+    size, larger = divmod(microbatches, count)
+    return [size + 1] * larger + [size] * (count - larger)
+
+
+def _in_rounds(kind: Kind, sizes: list[int], chunks: range) -> list[Action]:
+    actions: list[Action] = []
+    first = 0
+    for size in sizes:
+        actions += [Action(kind, microbatch, chunk) for chunk in chunks for microbatch in range(first, first + size)]
+        first += size
+    return actions
