@@ -35,16 +35,11 @@ class Refusal:
         return f"{flag} {_as_written(value)}: {self.feature} is not there yet; use {flag} {fix}"
 
 
-_DRAWN_ONLY = ("chimera", "dualpipe", "dualpipev")
-"""Schedules whose plans can be built, simulated and drawn: stages held twice, and pairs, are not trained yet."""
-
-
 def _of_schedule(name: str) -> tuple[Refusal, ...]:
     """What is there of schedules, registered ones included, and of chunks under one of them."""
-    trained = tuple(other for other in schedules.available() if other not in _DRAWN_ONLY)
     chunks = Refusal("parallel", "chunks", (None, schedules.own_chunks(name)), f"another number of chunks with {name}")
     return (
-        Refusal("parallel", "schedule", trained, "training with this schedule"),
+        Refusal("parallel", "schedule", schedules.available(), "this schedule"),
         *(() if schedules.chunks_are_free(name) else (chunks,)),
     )
 

@@ -98,7 +98,7 @@ class Engine:
         self._begun = False
         agreement.check_configuration(config, topology.axis("world"))
         self.blueprint = blueprint = self._draw()
-        self.batches = Batches(self.model, topology, config, ends=blueprint.cut.last[0] == topology.axis("pp").index)
+        self.batches = Batches(self.model, topology, config, ends=topology.axis("pp").index in blueprint.cut.ends)
         self.layout = blueprint.layout
         layers, mine = blueprint.layers, [blueprint.layers[number] for number in blueprint.held]
         self.flags = [f for layer in layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
@@ -355,7 +355,9 @@ class Engine:
         return self.batches.micro_batches(batch, self.steps, self.consumed, scale, training)
 
     def _plan(self, schedule: str, microbatches: int) -> Plan:
-        return lowered(schedule, microbatches, self.blueprint.cut.placement, self.config.zero.stage == 3)
+        cut = self.blueprint.cut
+        placement = cut.one_way if schedule == "forward-only" else cut.placement
+        return lowered(schedule, microbatches, placement, self.config.zero.stage == 3)
 
     def record(self, on: bool = True) -> list[Span]:
         """Starts (or stops) to record what runs when; gives the spans recorded so far."""

@@ -32,7 +32,7 @@ def _next(engine: Engine, tokens: Tensor, position: int, temperature: float, dra
     if logits is not None:
         scores = _whole(engine, logits[0, position]).cpu().double() / temperature
         chosen += torch.multinomial(torch.softmax(scores, 0), 1, generator=draw).to(tokens.device)
-    return int(collectives.broadcast(chosen, engine.topology.axis("pp"), engine.blueprint.cut.last[0]))
+    return int(collectives.broadcast(chosen, engine.topology.axis("pp"), engine.blueprint.cut.ends[0]))
 
 
 def _whole(engine: Engine, shard: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 cut = Cut.of(ranges, plan)          # one range a stage of the model, in order
 cut.chunks(0)                       # the ranges that pipeline rank 0 holds
-cut.last                            # (rank, chunk) of the stage that ends the model
+cut.ends                            # the ranks that end the model
 cut.ties(names)                     # the parameters that several ranks hold
 """
 
@@ -29,10 +29,11 @@ class Tie:
 @dataclass(frozen=True)
 class Cut:
     """ranges: the layers of each stage of the model, in order. placement: the stages that each pipeline rank holds, by
-    chunk."""
+    chunk. ways: 2 where every stage is held twice; each half of a rank's chunks is of one way, as in `Plan`."""
 
     ranges: tuple[range, ...]
     placement: tuple[tuple[int, ...], ...]
+    ways: int = 1
 
     @classmethod
     def of(cls, ranges: Sequence[range], plan: Plan) -> Cut:
@@ -40,34 +41,38 @@ class Cut:
         if len(ranges) != plan.total_stages:
             raise ValueError(f"{len(ranges)} ranges of layers for the {plan.total_stages} stages of plan {plan.name}")
         placement = [tuple(plan.stage_of(rank, chunk) for chunk in range(plan.chunks)) for rank in range(plan.stages)]
-        return cls(tuple(ranges), tuple(placement))
+        return cls(tuple(ranges), tuple(placement), plan.ways)
 
     def chunks(self, rank: int) -> tuple[range, ...]:
         """The layers that a pipeline rank holds, chunk by chunk."""
         return tuple(self.ranges[stage] for stage in self.placement[rank])
 
-    def locate(self, stage: int) -> tuple[int, int]:
-        """The (rank, chunk) of a stage of the model."""
-        for rank, stages in enumerate(self.placement):
-            if stage in stages:
-                return rank, stages.index(stage)
-        raise ValueError(f"no rank holds stage {stage}; there are {len(self.ranges)}")
+    @property
+    def one_way(self) -> tuple[tuple[int, ...], ...]:
+        """The placement of the first way alone, on which every stage is once."""
+        return tuple(stages[: len(stages) // self.ways] for stages in self.placement)
+
+    def holders(self, stage: int) -> list[int]:
+        """The pipeline ranks that hold a stage of the model, way by way."""
+        width = len(self.placement[0]) // self.ways
+        return [
+            rank
+            for way in range(self.ways)
+            for rank, stages in enumerate(self.placement)
+            if stage in stages[way * width : (way + 1) * width]
+        ]
 
     @property
-    def first(self) -> tuple[int, int]:
-        """The (rank, chunk) that begins the model."""
-        return self.locate(0)
-
-    @property
-    def last(self) -> tuple[int, int]:
-        """The (rank, chunk) that ends it."""
-        return self.locate(len(self.ranges) - 1)
+    def ends(self) -> list[int]:
+        """The pipeline ranks that end the model."""
+        return self.holders(len(self.ranges) - 1)
 
     @property
     def links(self) -> list[tuple[int, int]]:
         """The pairs of pipeline ranks that hold neighbouring stages: what passes between them goes both ways."""
-        ranks = [self.locate(stage)[0] for stage in range(len(self.ranges))]
-        return sorted({(min(a, b), max(a, b)) for a, b in pairwise(ranks) if a != b})
+        pairs = pairwise(self.holders(stage) for stage in range(len(self.ranges)))
+        passes = [(a, b) for here, there in pairs for a, b in zip(here, there, strict=True)]
+        return sorted({(min(a, b), max(a, b)) for a, b in passes if a != b})
 
     def ties(self, names: Sequence[Sequence[str]]) -> dict[str, Tie]:
         """Parameter name -> where it is used, for those that several ranks hold, in the order of first use.
@@ -78,10 +83,10 @@ class Cut:
         for number, held in enumerate(names):
             for name in dict.fromkeys(held):
                 users.setdefault(name, []).append(number)
-        rank_of = {layer: self.locate(s)[0] for s, held in enumerate(self.ranges) for layer in held}
+        ranks_of = {layer: self.holders(stage) for stage, held in enumerate(self.ranges) for layer in held}
         ties: dict[str, Tie] = {}
         for name, used in users.items():
-            ranks = tuple(sorted({rank_of[number] for number in used}))
+            ranks = tuple(sorted({rank for number in used for rank in ranks_of[number]}))
             if len(ranks) > 1:
                 ties[name] = Tie(len(ties), ranks, tuple(used))
         return ties
