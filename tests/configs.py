@@ -49,7 +49,7 @@ class Case:
     offload_params: str = "none"
     recompute: str = "none"  # none | full | selective | ... of RECOMPUTE
     layers: int = 3
-    partition: str = "balanced"
+    partition: str | tuple[int, ...] = "balanced"
     pad: int = 0  # rows of vocabulary tables are padded to a multiple of this; 0: as for tables of this size
 
     @property

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -137,6 +137,8 @@ class Executor:
     def _pair(self, action: Action) -> None:
         """Runs a forward and a backward, of another micro-batch, one after the other."""
         forward, backward = action.parts
+        self._wait_for(Kind.RECV_F, forward)
+        self._wait_for(Kind.RECV_B, backward)
         then, self._then = self._then, (backward,)
         self._forward(forward)
         self._then = then
@@ -177,10 +179,15 @@ class Executor:
         """Waits for the tensors that another stage made for this action; None at the model's ends."""
         if self._plan.producer(self.rank, action) is None:
             return None
-        arrived = self._arriving.pop((kind, action.microbatch, action.chunk))
-        parts = [part.wait() if isinstance(part, Pending) else part for part in arrived]
-        self._begin()  # waiting for another stage counts as bubble, not as work
-        return parts
+        self._wait_for(kind, action)
+        return cast(list[Tensor], self._arriving.pop((kind, action.microbatch, action.chunk)))
+
+    def _wait_for(self, kind: Kind, action: Action) -> None:
+        key = kind, action.microbatch, action.chunk
+        coming = [part for part in self._arriving.get(key, ()) if isinstance(part, Pending)]
+        if coming:
+            self._arriving[key] = [part.wait() for part in coming]
+            self._begin()  # waiting for another stage counts as bubble, not as work
 
     def _begin(self) -> None:
         if self._clock is not None:
