@@ -24,8 +24,9 @@ if ROOT not in sys.path:  # loaded by path, from elsewhere
 from benchmarks import reference  # noqa: E402
 from benchmarks.deepspeed_peers import DEEPSPEED  # noqa: E402
 from benchmarks.peers import PEERS  # noqa: E402
+from benchmarks.pipelines import PIPELINES  # noqa: E402
 from benchmarks.reference import GPTConfig  # noqa: E402
-from benchmarks.suites import OFFLOADS, Offload  # noqa: E402
+from benchmarks.suites import OFFLOADS, SCHEDULES, Offload  # noqa: E402
 from benchmarks.trainer import complete, make_trainer, renamed  # noqa: E402
 from threed.engine import Engine as Trainer  # noqa: E402
 from threed.memory.tiers import Drive  # noqa: E402
@@ -202,10 +203,9 @@ class PP2(ThreeD):
     pp = 2
 
 
-class PP2GPipe(PP2):
-    """GPipe over two stages."""
-
-    schedule = "gpipe"
+def _scheduled() -> dict[str, type[PP2]]:
+    """An engine over two stages for every schedule."""
+    return {f"threed_{name}": type(f"threed_{name}", (PP2,), {"schedule": name}) for name in SCHEDULES}
 
 
 class ThreeD222(ThreeD):
@@ -221,11 +221,11 @@ class ThreeD222Sequence(ThreeD222):
 
 
 ENGINES: dict[str, Callable[[GPTConfig, Any], Engine]] = {
-    **PEERS, **DEEPSPEED,
+    **PEERS, **PIPELINES, **DEEPSPEED,
     "threed_compiled": Blocks,
     "threed_zero0": Zero0, "threed_zero1": Zero1, "threed_zero2": Zero2, "threed_zero3": Zero3,
     "wrapped_zero0": Wrapped0, "wrapped_zero1": Wrapped1, "wrapped_zero2": Wrapped2, "wrapped_zero3": Wrapped3,
-    "threed_tp": TP2, "threed_tp_sp": TP2Sequence, "threed_1f1b": PP2, "threed_gpipe": PP2GPipe,
+    "threed_tp": TP2, "threed_tp_sp": TP2Sequence, **_scheduled(),
     "threed_3d": ThreeD222, "threed_3d_sp": ThreeD222Sequence,
     **_offloading("threed_zero", ThreeD), **_offloading("wrapped_zero", Wrapped0),
 }  # fmt: skip

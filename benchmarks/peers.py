@@ -1,20 +1,18 @@
 """The torch-native peers: each trains the reference model on the same global batch as `benchmarks.engines` does.
 
-DDP, FSDP2 and ZeroRedundancyOptimizer (data), DTensor tensor parallelism with and without sequence parallelism,
-torch.distributed.pipelining (GPipe, 1F1B), and all three composed. An engine takes the model's shapes and the run's
-`args` (`batch`, the global batch in sequences, and `microbatches`).
+DDP, FSDP2 and ZeroRedundancyOptimizer (data), DTensor tensor parallelism with and without sequence parallelism; those
+with pipelines are in `pipelines.py`. An engine takes the model's shapes and the run's `args` (`batch`, the global batch
+in sequences, and `microbatches`).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -182,86 +180,7 @@ def slice_by_tensor(part: Any, mesh: DeviceMesh, sequence: bool) -> None:
     part.tie()
 
 
-class Pipeline(Peer):
-    """torch.distributed.pipelining with equal numbers of blocks a stage; over dp (fully_shard) and tp when asked.
-
-    Tied weights are not its business: first and last stage hold a copy each, and their gradients are summed here.
-    """
-
-    schedule: Any = pipelining.Schedule1F1B
-    dp, tp, sequence = 1, 1, False
-
-    def __init__(self, config: GPTConfig, args: Any) -> None:
-        pp = dist.get_world_size() // (self.dp * self.tp)
-        mesh = init_device_mesh("cpu", (pp, self.dp, self.tp), mesh_dim_names=("pp", "dp", "tp"))
-        stage, self.share = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-        self.first, self.last = stage == 0, stage == pp - 1
-        lo, hi = (n * config.n_layer // pp for n in (stage, stage + 1))
-        self.part = reference.build(config, lo, hi, self.first, self.last)
-        self._split(mesh)
-        self.plan = self.schedule(
-            pipelining.PipelineStage(self.part, stage, pp, torch.device("cpu"), group=mesh["pp"].get_group()),
-            n_microbatches=args.microbatches, loss_fn=reference.loss_of, scale_grads=True,
-        )  # fmt: skip
-        self.loss_ranks = [int(rank) for rank in mesh.mesh[-1, :, 0]]
-        self.tied = self._tie(mesh.mesh)
-        self.optimizers = optimizers(self.part.parameters())
-
-    def _split(self, mesh: DeviceMesh) -> None:
-        if self.tp > 1:
-            slice_by_tensor(self.part, mesh["tp"], self.sequence)
-        if self.dp > 1:
-            for module in (*self.part.blocks.values(), self.part):
-                fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
-
-    def _tie(self, grid: Tensor) -> Any:
-        """The group of this rank and its twin at the pipeline's other end, None in between."""
-        mine = None
-        for pair in zip(grid[0].flatten().tolist(), grid[-1].flatten().tolist(), strict=True):
-            group = dist.new_group(list(pair))
-            mine = group if dist.get_rank() in pair else mine
-        return mine
-
-    def _tied_weights(self) -> Iterator[nn.Parameter]:
-        if self.first:
-            yield self.part.wte.weight
-        if self.last:
-            yield self.part.head.weight
-
-    def step(self, x: Tensor, y: Tensor) -> Tensor | None:
-        x, y = x.chunk(self.dp)[self.share], y.chunk(self.dp)[self.share]
-        losses: list[Tensor] = []
-        with loss_parallel() if self.tp > 1 else contextlib.nullcontext():
-            target = {"target": y, "losses": losses} if self.last else {}
-            self.plan.step(*((x,) if self.first else ()), **target)
-        for weight in self._tied_weights():
-            total = local(weight.grad).contiguous()
-            dist.all_reduce(total, group=self.tied)
-            local(weight.grad).copy_(total)
-        self.update()
-        return torch.stack([local(loss.detach()) for loss in losses]).mean() if losses else None
-
-
-class PipelineGPipe(Pipeline):
-    """All forwards, then all backwards."""
-
-    schedule = pipelining.ScheduleGPipe
-
-
-class Composed(Pipeline):
-    """pipelining 1F1B x fully_shard x DTensor, two of each."""
-
-    dp, tp = 2, 2
-
-
-class ComposedSequence(Composed):
-    """The same with sequence parallelism."""
-
-    sequence = True
-
-
 PEERS = {
     "single": Single, "compiled": Compiled, "ddp": DDP, "ddp_again": DDPAgain, "torch_zero1": TorchZero1,
     "fsdp2": FSDP2, "fsdp2_keep": FSDP2Keep, "dtensor_tp": TP, "dtensor_tp_sp": TPSequence,
-    "torch_gpipe": PipelineGPipe, "torch_1f1b": Pipeline, "torch_3d": Composed, "torch_3d_sp": ComposedSequence,
 }  # fmt: skip

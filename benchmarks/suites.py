@@ -35,6 +35,11 @@ DEEPSPEED = ("deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3")
 OURS = ("threed_zero1", "threed_zero2", "threed_zero3", "wrapped_zero1", "wrapped_zero2", "wrapped_zero3")
 BASE = ("--preset", "base", "--batch", "2", "--microbatches", "2")
 
+SCHEDULES = (
+    "1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera", "dualpipe",
+    "dualpipev",
+)  # fmt: skip
+
 SUITES = {
     "dp2": Suite(2, ("ddp", "threed_zero1")),
     "dp2_fsdp2": Suite(2, ("fsdp2", "threed_zero1")),
@@ -42,6 +47,10 @@ SUITES = {
     "tp2_sp": Suite(2, ("dtensor_tp_sp", "threed_tp_sp")),
     "pp2": Suite(2, ("torch_1f1b", "threed_1f1b")),
     "pp2_gpipe": Suite(2, ("torch_gpipe", "threed_gpipe")),
+    "pp2_interleaved": Suite(2, ("torch_interleaved", "threed_interleaved")),
+    "pp2_zb": Suite(2, ("torch_zb", "threed_zb-h1", "threed_zb-h2", "threed_zb-auto")),
+    "pp2_zb-v": Suite(2, ("torch_zb-v", "threed_zb-v", "threed_v-half", "threed_v-min")),
+    "pp2_dualpipev": Suite(2, ("torch_dualpipev", "threed_dualpipev", "threed_dualpipe", "threed_chimera")),
     "2x2x2": Suite(8, ("torch_3d", "threed_3d")),
     "2x2x2_sp": Suite(8, ("torch_3d_sp", "threed_3d_sp")),
     "compile": Suite(1, ("compiled", "threed_compiled", "single", "threed_zero0")),
