@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threed.schedules import Costs, Kind, Plan, Timeline, build, lower, simulate, validate
+from threed.schedules import Costs, Kind, Plan, Timeline, build, lower, simulate, svg, validate
 
+SVG = "{http://www.w3.org/2000/svg}"
 ALL = ("chimera", "dualpipe", "dualpipev")
 times = st.floats(0.05, 10)
 
@@ -257,3 +259,31 @@ def test_they_have_two_chunks_on_a_rank(name: str) -> None:
     assert build(name, 2, 4, chunks=2) == build(name, 2, 4)
     with pytest.raises(ValueError, match=f"schedule {name}: chunks is 3; this schedule has 2"):
         build(name, 2, 4, chunks=3)
+
+
+# --- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_pair_is_drawn_as_two_halves_and_the_other_way_is_lighter() -> None:
+    plan = build("dualpipe", 2, 4)
+    text = svg(simulate(plan, Costs(1, 1, 1)).spans, ways=plan.ways)
+    root = ET.fromstring(text)
+    drawn = [rect for rect in root.iter(f"{SVG}rect") if (rect.findtext(f"{SVG}title") or "").startswith("F1.3+B0.0:")]
+    upper, lower_half = sorted(drawn, key=lambda rect: float(rect.attrib["y"]))
+    assert float(upper.attrib["height"]) == float(lower_half.attrib["height"])
+    assert float(upper.attrib["y"]) + float(upper.attrib["height"]) == float(lower_half.attrib["y"])
+    assert [upper.attrib[key] for key in ("x", "width")] == [lower_half.attrib[key] for key in ("x", "width")]
+    fills = {
+        (rect.findtext(f"{SVG}title") or "").split(":")[0]: rect.attrib["fill"] for rect in root.iter(f"{SVG}rect")
+    }
+    assert fills["F0.0"] == fills["F0.1"] == "#4477aa"
+    assert upper.attrib["fill"] == fills["F1.2"] == "#a2bbd4"  # half white
+    assert lower_half.attrib["fill"] == "#3f9c5a"
+    words = {element.text for element in root.iter(f"{SVG}text")}
+    assert {"forward with backward", "lighter: the other way", "waiting"} <= words
+
+
+def test_later_chunks_are_lighter() -> None:
+    text = svg(simulate(build("interleaved", 2, 4, 3), Costs(1, 1, 1)).spans)
+    assert all(fill in text for fill in ("#4477aa", "#7399bf", "#a2bbd4", "lighter: later chunks"))
+    assert "lighter" not in svg(simulate(build("1f1b", 2, 4), Costs(1, 1, 1)).spans)

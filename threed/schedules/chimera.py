@@ -13,7 +13,7 @@ Waiting in u whole units of D = stages micro-batches, with forwards of time f an
 (D - 2) / (2m + D - 2) of the whole; with b = 2f its (D - 2) / (1.5m + D - 2) in a single unit, and more with each
 further one: take m = D then, or another schedule. A last unit of r < D micro-batches waits D - r slots more.
 Between D/2 + 1 (outer ranks) and D micro-batches are held. Each rank has the weights of two stages.
-Source: Li and Hoefler 2021, arXiv 2107.06925, sections 3.1 and 3.2.
+Source: Li and Hoefler 2021, arXiv 2107.06925, section 3.
 """
 
 from __future__ import annotations
