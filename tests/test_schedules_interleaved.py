@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from threed.checks import find_refusals
 from threed.config import Config, resolve
 from threed.schedules import Costs, build, interleaved, lower, own_chunks, simulate, validate
 from threed.schedules.interleaved import rounds
@@ -97,3 +98,6 @@ def test_chunks_are_two_unless_chosen() -> None:
         interleaved(2, 4, 0)
     config = Config.model_validate({"parallel": {"schedule": "interleaved", "pp": 2}})
     assert resolve(config, vocab=64).parallel.chunks == 2
+    for chunks in (None, 1, 2, 3):
+        group = {"schedule": "interleaved", "pp": 2, "chunks": chunks}
+        assert find_refusals(Config.model_validate({"parallel": group})) == []
