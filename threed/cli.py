@@ -138,7 +138,7 @@ def _schedule(a: argparse.Namespace) -> None:
     }
     if a.svg:
         title = f"{a.name}: {a.stages} stages, {a.microbatches} micro-batches"
-        a.svg.write_text(schedules.svg(timeline.spans, title, f"bubble {timeline.bubble:.1%}"))
+        a.svg.write_text(schedules.svg(timeline.spans, title, f"bubble {timeline.bubble:.1%}", ways=plan.ways))
     print(json.dumps(facts) if a.json else "\n".join(f"{name:<17} {value}" for name, value in facts.items()))
 
 

@@ -8,9 +8,12 @@ runs the forward of its i-th micro-batch in slot s + 2i and the backward in slot
 slots of the two ways never meet. After `stages` micro-batches (a unit) the same starts again in the slot
 2 stages later, where it fills the holes that the unit before left: the paper's direct concatenation.
 
-Waiting, in a step of whole units: (stages / 2 - 1) forwards and as many backwards where both take equally long, and in
-a single unit always. Where the backward takes longer, each further unit adds to it: see `tests` for what is exact.
-Source: Li and Hoefler 2021, arXiv 2107.06925, sections 3.1 and 3.2.
+Waiting in u whole units of D = stages micro-batches, with forwards of time f and backwards of time b >= f:
+(D - 2) (b + (u - 1) (b - f)). So D - 2 slots for any number of units where both take equally long, the paper's
+(D - 2) / (2m + D - 2) of the whole; with b = 2f its (D - 2) / (1.5m + D - 2) in a single unit, and more with each
+further one: take m = D then, or another schedule. A last unit of r < D micro-batches waits D - r slots more.
+Between D/2 + 1 (outer ranks) and D micro-batches are held. Each rank has the weights of two stages.
+Source: Li and Hoefler 2021, arXiv 2107.06925, section 3.
 """
 
 from __future__ import annotations

@@ -2,38 +2,41 @@
 
 Use: `svg(simulate(plan, costs).spans, title="1F1B")`, or with measured spans in seconds and unit="s".
 
-One lane a rank. Compute fills the lane, with the micro-batch in the box where there is room; communication, which
-runs beside it, is a strip at the lane's lower edge. What is left grey is waiting. Hovering over a box shows its
-action and times. Phases: fit time and lanes to the page, then background and axis, boxes, legend.
+One lane a rank. Compute fills the lane, with the micro-batch in the box where there is room; a forward that runs
+together with a backward is the upper half of a framed box. Later chunks of a rank are lighter, and so is the second way
+of a bidirectional plan. Communication, which runs beside compute, is a strip at the lane's lower edge. What is left
+grey is waiting. Hovering over a box shows its action and times. Phases: fit time and lanes to the page, then background
+and axis, boxes, legend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
-from threed.schedules.action import COMPUTE, Kind
+from threed.schedules.action import COMPUTE, Action, Kind
 from threed.schedules.play import Span
 
-# Fill, text on it, and meaning; blue, green and red stay apart for colour-blind readers too (after Paul Tol's schemes).
+# Fill and meaning; blue, green and red stay apart for colour-blind readers too (after Paul Tol's schemes).
 _STYLES = {
-    Kind.F: ("#4477aa", "#ffffff", "forward"),
-    Kind.B: ("#3f9c5a", "#ffffff", "backward"),
-    Kind.I: ("#6fc3b2", "#1f2937", "input gradient"),
-    Kind.W: ("#ccbb44", "#1f2937", "weight gradient"),
-    Kind.SEND_F: ("#9467bd", "#ffffff", "send activation"),
-    Kind.RECV_F: ("#c9b3e0", "#1f2937", "receive activation"),
-    Kind.SEND_B: ("#d9622b", "#ffffff", "send gradient"),
-    Kind.RECV_B: ("#f2b48f", "#1f2937", "receive gradient"),
-    Kind.GATHER: ("#8c8c8c", "#ffffff", "gather"),
-    Kind.REDUCE: ("#c0395b", "#ffffff", "reduce"),
+    Kind.F: ("#4477aa", "forward"),
+    Kind.B: ("#3f9c5a", "backward"),
+    Kind.I: ("#6fc3b2", "input gradient"),
+    Kind.W: ("#ccbb44", "weight gradient"),
+    Kind.SEND_F: ("#9467bd", "send activation"),
+    Kind.RECV_F: ("#c9b3e0", "receive activation"),
+    Kind.SEND_B: ("#d9622b", "send gradient"),
+    Kind.RECV_B: ("#f2b48f", "receive gradient"),
+    Kind.GATHER: ("#8c8c8c", "gather"),
+    Kind.REDUCE: ("#c0395b", "reduce"),
 }
 _IDLE = "#eceff3"
 _INK, _FAINT, _GRID = "#1f2937", "#6b7280", "#d5dae1"
 _FONT = "Inter, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 _WIDTH, _LEFT, _RIGHT, _GAP = 1000, 64, 22, 5
+_LIGHTEST = 0.5  # how much white there is in the last chunk's colours
 _SCALES = {"s": ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))}
 
 
@@ -47,6 +50,7 @@ class _Page:
     lane: int
     lanes: int
     strip: int  # height of the communication strip in a lane, 0 where there is no communication
+    chunks: int
 
     def x(self, time: float) -> float:
         return _LEFT + (time - self.origin) / self.extent * (_WIDTH - _LEFT - _RIGHT)
@@ -60,12 +64,17 @@ class _Page:
 
 
 def svg(
-    spans_per_rank: Sequence[Sequence[Span]], title: str = "", subtitle: str = "", legend: bool = True, unit: str = ""
+    spans_per_rank: Sequence[Sequence[Span]],
+    title: str = "",
+    subtitle: str = "",
+    legend: bool = True,
+    unit: str = "",
+    ways: int = 1,
 ) -> str:
     """Returns a Gantt chart as SVG text, 1000 pixels wide.
 
     spans_per_rank: per rank, (action, start, end); time 0 of the axis is the earliest start. unit: that of the times,
-    shown on the axis; "s" is shown as ms or µs where that reads better.
+    shown on the axis; "s" is shown as ms or µs where that reads better. ways: those of the plan, for the legend.
     """
     page = _page(spans_per_rank, 12 + 26 * bool(title) + 20 * bool(subtitle))
     body = [*_headings(title, subtitle), *_lanes(page), *_axis(page, unit)]
@@ -73,7 +82,7 @@ def svg(
         body += [_box(page, rank, span) for span in spans if span[2] > span[1]]
     height = page.bottom + 46
     if legend:
-        entries, height = _legend({action.kind for spans in spans_per_rank for action, _, _ in spans}, height)
+        entries, height = _legend(_entries(spans_per_rank, page.chunks, ways), height)
         body += entries
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
@@ -88,7 +97,9 @@ def _page(spans_per_rank: Sequence[Sequence[Span]], top: int) -> _Page:
     extent = max((end for _, _, end in spans), default=0.0) - origin
     lane = max(16, min(34, 560 // max(1, len(spans_per_rank))))
     beside = any(action.kind not in COMPUTE and end > start for action, start, end in spans)
-    return _Page(origin, extent if extent > 0 else 1.0, top, lane, len(spans_per_rank), lane // 4 if beside else 0)
+    strip = lane // 4 if beside else 0
+    chunks = 1 + max((part.chunk for action, _, _ in spans for part in action.parts), default=0)
+    return _Page(origin, extent if extent > 0 else 1.0, top, lane, len(spans_per_rank), strip, chunks)
 
 
 def _text(
@@ -140,31 +151,73 @@ def _step(extent: float) -> float:
 
 def _box(page: _Page, rank: int, span: Span) -> str:
     action, start, end = span
-    fill, ink, _ = _STYLES[action.kind]
-    x, y, width, height = page.x(start), page.y(rank), page.x(end) - page.x(start), page.lane - page.strip
+    x, y, width, height = page.x(start), float(page.y(rank)), page.x(end) - page.x(start), page.lane - page.strip
     if action.kind not in COMPUTE:
         y, height = y + height, page.strip
     hint = f"<title>{action}: {start - page.origin:.6g} to {end - page.origin:.6g}</title>"
-    edge = ' stroke="#ffffff" stroke-width="0.8"' if width > 3 else ""
-    box = f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{height}" fill="{fill}"{edge}>{hint}</rect>'
-    label, size = str(action.microbatch), 11 if height >= 18 else 9
-    if action.kind in COMPUTE and width >= 0.62 * size * len(label) + 4:
-        box += _text(x + width / 2, y + height / 2 + 0.36 * size, label, size=size, fill=ink, anchor="middle")
+    parts = action.parts
+    each = height / len(parts)
+    box = "".join(
+        _part(part, page.chunks, x, y + number * each, width, each, hint) for number, part in enumerate(parts)
+    )
+    if len(parts) > 1 and width > 3:
+        left, top = x + 0.8, y + 0.8
+        box += (
+            f'<rect x="{left:.2f}" y="{top:.1f}" width="{width - 1.6:.2f}" height="{height - 1.6:.1f}" fill="none" '
+            f'stroke="{_INK}" stroke-width="1.2"/>'
+        )
     return box
 
 
-def _legend(kinds: Iterable[Kind], y: int) -> tuple[list[str], int]:
-    """A line or two of coloured squares with their meaning, from y on, and where they end."""
-    present = set(kinds)
-    entries = [(fill, meaning) for kind, (fill, _, meaning) in _STYLES.items() if kind in present] + [
-        (_IDLE, "waiting")
+def _part(action: Action, chunks: int, x: float, y: float, width: float, height: float, hint: str) -> str:
+    fill = _shade(_STYLES[action.kind][0], action.chunk, chunks)
+    edge = ' stroke="#ffffff" stroke-width="0.8"' if width > 3 else ""
+    box = f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{fill}"{edge}>{hint}</rect>'
+    label, size = str(action.microbatch), 11 if height >= 18 else 9
+    if action.kind in COMPUTE and width >= 0.62 * size * len(label) + 4 and height >= size:
+        box += _text(x + width / 2, y + height / 2 + 0.36 * size, label, size, _ink(fill), anchor="middle")
+    return box
+
+
+def _shade(fill: str, chunk: int, chunks: int) -> str:
+    """The colour of a chunk: the later, the lighter."""
+    white = _LIGHTEST * chunk / max(1, chunks - 1)
+    return "#" + "".join(f"{round(value + (255 - value) * white):02x}" for value in bytes.fromhex(fill[1:]))
+
+
+def _ink(fill: str) -> str:
+    red, green, blue = bytes.fromhex(fill[1:])
+    return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else _INK
+
+
+def _entries(spans_per_rank: Sequence[Sequence[Span]], chunks: int, ways: int) -> list[tuple[tuple[str, ...], str]]:
+    """What the legend says: colours, one above the other, and their meaning."""
+    actions = [action for spans in spans_per_rank for action, _, _ in spans]
+    present = {part.kind for action in actions for part in action.parts}
+    entries: list[tuple[tuple[str, ...], str]] = [
+        ((fill,), meaning) for kind, (fill, meaning) in _STYLES.items() if kind in present
     ]
+    beside = sorted({action.beside.kind for action in actions if action.beside is not None})
+    entries += [((_STYLES[Kind.F][0], _STYLES[kind][0]), f"forward with {_STYLES[kind][1]}") for kind in beside]
+    if chunks > 1:
+        shade = _shade(_STYLES[Kind.F][0], chunks - 1, chunks)
+        entries.append(((shade,), "lighter: the other way" if ways == 2 else "lighter: later chunks"))
+    return [*entries, ((_IDLE,), "waiting")]
+
+
+def _legend(entries: Sequence[tuple[tuple[str, ...], str]], y: int) -> tuple[list[str], int]:
+    """A line or two of coloured squares with their meaning, from y on, and where they end."""
     body, x = [], float(_LEFT)
-    for fill, meaning in entries:
+    for fills, meaning in entries:
         width = 22 + 6.6 * len(meaning) + 18
         if x + width > _WIDTH:
             x, y = float(_LEFT), y + 20
-        body.append(f'<rect x="{x:.1f}" y="{y}" width="14" height="12" rx="2" fill="{fill}" stroke="{_GRID}"/>')
+        edge = _INK if len(fills) > 1 else _GRID
+        for number, fill in enumerate(fills):
+            top, height = y + number * 12 / len(fills), 12 / len(fills)
+            body.append(
+                f'<rect x="{x:.1f}" y="{top:g}" width="14" height="{height:g}" rx="2" fill="{fill}" stroke="{edge}"/>'
+            )
         body.append(_text(x + 20, y + 10.5, meaning))
         x += width
     return body, y + 26

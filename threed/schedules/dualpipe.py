@@ -12,9 +12,10 @@ of near, 6. backwards of far and near, from the middle on split, 7. weight gradi
 weight gradients that are left.
 
 With P stages of the model, F&B the time of a pair and B that of a full backward, the rank that waits longest waits
-(P/2 - 1) (F&B + B - 3W), and no rank holds more than P + 1 activations of a stage.
-Source: DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, and the order in github.com/deepseek-ai/DualPipe; the V is
-the cut-in-half by Qi, Wan et al. (Sea AI Lab) as built there.
+(P/2 - 1) (F&B + B - 3W), exactly so where a forward takes as long as an input gradient and the weight gradient no
+longer. Every rank holds at most P + 1 activations of a stage, which in DualPipeV is half a rank.
+Source: DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, and the order in github.com/deepseek-ai/DualPipe, of which
+both are the same action by action; the V is Sea AI Lab's "cut-in-half" as built there.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ Use: `interleaved(stages=4, microbatches=8, chunks=2)`.
 
 Rank r holds the stages r, r + stages, r + 2 stages ..; micro-batches pass all ranks once for every chunk. They go in
 rounds: a rank takes a round through its first chunk, then through the next one, and after the last chunk begins with
-the next round. Of `rounds` at least as large as there are ranks the bubble is (stages - 1) / chunks micro-batches,
-whatever their sizes; the larger they are, the more activations are held.
+the next round. The bubble is (stages - 1) / chunks micro-batches with any number of micro-batches from `stages` on; of
+fewer, each that is missing adds (chunks - 1) / chunks. With rounds of at most g micro-batches the first rank holds
+((chunks - 1) g + 2 stages - 1) / chunks of them.
 Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2, where all rounds have as many micro-batches as there are
 ranks.
 """

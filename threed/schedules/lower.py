@@ -13,17 +13,15 @@ channels then every way finishes. Putting a receive just before its first use in
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import itemgetter
 
 from threed.schedules.action import COMPUTE, Action, Kind
-from threed.schedules.plan import Place, Plan
+from threed.schedules.plan import Plan
 from threed.schedules.play import Spans, play
 
-_UNIT_TIME = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+_UNIT_TIME = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 # At equal times what ends comes before what starts, and a message that another rank waits for before a reduction.
-_GATHER, _MESSAGE, _REDUCE, _START = range(4)
-# time, phase, rank, what is added to that rank's list, and for a message what is added to the list of which rank
-Event = tuple[float, int, int, Action, Action | None, int]
+_GATHER, _MESSAGE, _REDUCE, _START, _PHASES = range(5)
+Targets = dict[tuple[int, Kind, int], tuple[Kind, Kind, int, int]]
 
 
 def lower(plan: Plan, gathers: bool = False) -> Plan:
@@ -39,51 +37,60 @@ def lower(plan: Plan, gathers: bool = False) -> Plan:
                 raise ValueError(
                     f"plan {plan.name}: rank {rank}: {action}: only plans without communication can be lowered"
                 )
-    ranks: list[list[Action]] = [[] for _ in plan.ranks]
-    for _, _, rank, action, received, by in sorted(_events(plan, gathers), key=itemgetter(0, 1, 2)):
-        ranks[rank].append(action)
-        if received is not None:
-            ranks[by].append(received)
-    return replace(plan, ranks=tuple(tuple(actions) for actions in ranks))
-
-
-def _events(plan: Plan, gathers: bool) -> list[Event]:
     spans = play(plan, lambda action, _: sum(_UNIT_TIME[part.kind] for part in action.parts))
-    events = _reductions(spans) + (_gathers(spans) if gathers else [])
-    targets: dict[tuple[int, int, Kind], Place | None] = {}
-    for rank, actions in enumerate(spans):
-        for action, start, end in actions:
-            events.append((start, _START, rank, action, None, rank))
-            for part in action.parts:
-                key = rank, part.chunk, part.kind
-                if key not in targets:
-                    targets[key] = plan.consumer(rank, part)
-                to = targets[key]
-                if to is not None and to[0] != rank:
-                    send, receive = (Kind.SEND_F, Kind.RECV_F) if part.kind is Kind.F else (Kind.SEND_B, Kind.RECV_B)
-                    sent, received = Action(send, part[1], part[2]), Action(receive, part[1], to[1])
-                    events.append((end, _MESSAGE, rank, sent, received, to[0]))
-    return events
+    targets = _targets(plan)
+    whens, whats = _line(plan, spans, targets, gathers)
+    ranks: list[list[Action]] = [[] for _ in plan.ranks]
+    for number in sorted(range(len(whens)), key=whens.__getitem__):
+        action, (phase, rank) = whats[number], divmod(whens[number] % (_PHASES * plan.stages), plan.stages)
+        if phase != _MESSAGE:
+            ranks[rank].append(action)
+            continue
+        kind, microbatch, chunk, _ = action
+        send, receive, by, there = targets[rank, kind, chunk]
+        ranks[rank].append(Action(send, microbatch, chunk))
+        ranks[by].append(Action(receive, microbatch, there))
+    return replace(plan, ranks=tuple(map(tuple, ranks)))
 
 
-def _reductions(spans: Spans) -> list[Event]:
-    last = {
-        (rank, part.chunk): end
-        for rank, actions in enumerate(spans)
-        for action, _, end in actions
-        for part in action.parts
-        if part.kind in (Kind.B, Kind.W)
+def _targets(plan: Plan) -> Targets:
+    """Of every F, B and I of which another rank uses the result: send, receive, and the rank and chunk of that."""
+    kinds = {Kind.F: (Kind.SEND_F, Kind.RECV_F), Kind.B: (Kind.SEND_B, Kind.RECV_B), Kind.I: (Kind.SEND_B, Kind.RECV_B)}
+    return {
+        (rank, kind, chunk): (*kinds[kind], *to)
+        for rank in range(plan.stages)
+        for chunk in range(plan.chunks)
+        for kind in kinds
+        if (to := plan.consumer(rank, Action(kind, 0, chunk))) is not None and to[0] != rank
     }
-    return [(end, _REDUCE, rank, Action(Kind.REDUCE, -1, chunk), None, rank) for (rank, chunk), end in last.items()]
 
 
-def _gathers(spans: Spans) -> list[Event]:
-    """Before every F, B and I, when what ran before it is over; W needs no parameters."""
-    events: list[Event] = []
+def _line(plan: Plan, spans: Spans, targets: Targets, gathers: bool) -> tuple[list[int], list[Action]]:
+    """When everything stands in the line, and what: of a message the action of which it is the result.
+
+    A place in the line is one number, (time, phase, rank) with the time first.
+    """
+    stages = plan.stages
+    whens: list[int] = []
+    whats: list[Action] = []
+
+    def put(time: float, phase: int, rank: int, action: Action) -> None:
+        whens.append((int(time) * _PHASES + phase) * stages + rank)
+        whats.append(action)
+
     for rank, actions in enumerate(spans):
         before = 0.0
-        for action, _, end in actions:
-            for part in action.parts if action.kind is not Kind.W else ():
-                events.append((before, _GATHER, rank, Action(Kind.GATHER, -1, part.chunk), None, rank))
+        last: dict[int, float] = {}
+        for action, start, end in actions:
+            put(start, _START, rank, action)
+            for part in (action,) if action.beside is None else action.parts:
+                if gathers and part.kind is not Kind.W:  # which needs no parameters
+                    put(before, _GATHER, rank, Action(Kind.GATHER, -1, part.chunk))
+                if (rank, part.kind, part.chunk) in targets:
+                    put(end, _MESSAGE, rank, part)
+                if part.kind in (Kind.B, Kind.W):
+                    last[part.chunk] = end
             before = end
-    return events
+        for chunk, end in last.items():
+            put(end, _REDUCE, rank, Action(Kind.REDUCE, -1, chunk))
+    return whens, whats

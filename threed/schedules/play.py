@@ -8,7 +8,7 @@ Communication in the plan is ignored here: see rendezvous.py for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from threed.schedules.action import COMPUTE, Action, Kind
@@ -20,17 +20,22 @@ Spans = tuple[tuple[Span, ...], ...]
 _NONE = -1
 
 
-# An action, the results that it needs with the time that each travels, those that it makes, and how long it takes.
-# Results are numbers: activations of stage 0, micro-batches in order, then of stage 1 .., then gradients alike.
-_Work = tuple[Action, list[tuple[int, float]], list[int], float]
-
-
 class _Exchange(NamedTuple):
-    """What an F, B or I of a chunk needs from another stage and makes for one: results of micro-batch 0."""
+    """What an F, B or I of a chunk needs from another stage and makes for one: results of micro-batch 0.
+
+    Results are numbers: activations of stage 0, micro-batches in order, then of stage 1 .., then gradients alike.
+    """
 
     needs: int
     travels: float
     makes: int
+
+
+class _Sort(NamedTuple):
+    """What all actions of a kind on a chunk have in common: how long they take, and what their parts exchange."""
+
+    takes: float
+    exchanges: tuple[_Exchange, ...]
 
 
 def play(plan: Plan, duration: Callable[[Action, int], float], latency: float = 0.0) -> Spans:
@@ -41,68 +46,68 @@ def play(plan: Plan, duration: Callable[[Action, int], float], latency: float = 
     it stalls: rank, action and what it waits for.
     """
     legal(plan)
-    work = [_work(plan, rank, duration, latency) for rank in range(plan.stages)]
+    ranks = [[action for action in actions if action.kind in COMPUTE] for actions in plan.ranks]
+    sorts = [_sorts(plan, rank, actions, duration, latency) for rank, actions in enumerate(ranks)]
     made: list[float | None] = [None] * (2 * plan.total_stages * plan.microbatches)
-    spans: list[list[Span]] = [[] for _ in work]
+    spans: list[list[Span]] = [[] for _ in ranks]
     waiting: dict[int, int] = {}  # result -> the rank that waits for it
-    at = [0] * plan.stages
     runnable = list(range(plan.stages))
     while runnable:
         rank = runnable.pop()
-        mine, out = work[rank], spans[rank]
-        free = out[-1][2] if out else 0.0
-        for number in range(at[rank], len(mine)):
-            action, needs, makes, takes = mine[number]
-            missing = _NONE
-            start = free
-            for result, travels in needs:
-                there = made[result]
-                if there is None:
-                    missing = result
-                    break
-                if there + travels > start:
-                    start = there + travels
-            if missing != _NONE:
-                waiting[missing], at[rank] = rank, number
-                break
-            free = start + takes
-            out.append((action, start, free))
-            for result in makes:
-                made[result] = free
-                if result in waiting:
-                    runnable.append(waiting.pop(result))
-        else:
-            at[rank] = len(mine)
-    if any(place < len(mine) for place, mine in zip(at, work, strict=True)):
-        raise ValueError(f"plan {plan.name} stalls: {'; '.join(_complaints(plan, at, work, made))}")
+        missing = _run(ranks[rank], sorts[rank], spans[rank], made, waiting, runnable)
+        if missing != _NONE:
+            waiting[missing] = rank
+    if any(len(out) < len(actions) for out, actions in zip(spans, ranks, strict=True)):
+        raise ValueError(f"plan {plan.name} stalls: {'; '.join(_complaints(plan, ranks, spans, made))}")
     return tuple(map(tuple, spans))
 
 
-def _work(plan: Plan, rank: int, duration: Callable[[Action, int], float], latency: float) -> list[_Work]:
-    """The rank's compute actions. Of chunks and kinds that come again only the micro-batch differs."""
-    times: dict[tuple[Kind, int, Kind | None, int], float] = {}
-    known: dict[tuple[Kind, int], _Exchange] = {}
-    work = []
-    for action in plan.ranks[rank]:
+def _run(
+    actions: list[Action],
+    sorts: list[_Sort],
+    out: list[Span],
+    made: list[float | None],
+    waiting: dict[int, int],
+    runnable: list[int],
+) -> int:
+    """Runs a rank on from where it is. Returns the result that it waits for, or _NONE at its end."""
+    free = out[-1][2] if out else 0.0
+    for number in range(len(out), len(actions)):
+        action, (takes, exchanges) = actions[number], sorts[number]
+        beside, start = action[3], free
+        microbatches = (action[1],) if beside is None else (action[1], beside[1])
+        for (needs, travels, _), microbatch in zip(exchanges, microbatches, strict=True):
+            if needs != _NONE:
+                there = made[needs + microbatch]
+                if there is None:
+                    return needs + microbatch
+                if there + travels > start:
+                    start = there + travels
+        free = start + takes
+        out.append((action, start, free))
+        for (_, _, makes), microbatch in zip(exchanges, microbatches, strict=True):
+            if makes != _NONE:
+                made[makes + microbatch] = free
+                if makes + microbatch in waiting:
+                    runnable.append(waiting.pop(makes + microbatch))
+    return _NONE
+
+
+def _sorts(
+    plan: Plan, rank: int, actions: list[Action], duration: Callable[[Action, int], float], latency: float
+) -> list[_Sort]:
+    """Of every action; those of which only the micro-batch differs share theirs."""
+    known: dict[tuple[Kind, int, Kind | None, int], _Sort] = {}
+    sorts = []
+    for action in actions:
         kind, _, chunk, beside = action
-        if kind not in COMPUTE:
-            continue
-        sort = (kind, chunk, beside and beside.kind, beside.chunk if beside else 0)
-        takes = times.get(sort)
-        if takes is None:
-            takes = times[sort] = duration(action, rank)
-        needs, makes = [], []
-        for part in (action,) if beside is None else action.parts:
-            key = part[0], part[2]
-            exchange = known.get(key)
-            if exchange is None:
-                exchange = known[key] = _exchange(plan, rank, part, latency)
-            if exchange.needs != _NONE:
-                needs.append((exchange.needs + part[1], exchange.travels))
-            if exchange.makes != _NONE:
-                makes.append(exchange.makes + part[1])
-        work.append((action, needs, makes, takes))
-    return work
+        key = (kind, chunk, None, 0) if beside is None else (kind, chunk, beside.kind, beside.chunk)
+        sort = known.get(key)
+        if sort is None:
+            exchanges = tuple(_exchange(plan, rank, part, latency) for part in action.parts)
+            sort = known[key] = _Sort(duration(action, rank), exchanges)
+        sorts.append(sort)
+    return sorts
 
 
 def _exchange(plan: Plan, rank: int, part: Action, latency: float) -> _Exchange:
@@ -117,13 +122,13 @@ def _exchange(plan: Plan, rank: int, part: Action, latency: float) -> _Exchange:
     return _Exchange((backward + plan.stage_of(*source)) * count, latency * (source[0] != rank), makes)
 
 
-def _complaints(plan: Plan, at: list[int], work: list[list[_Work]], made: list[float | None]) -> list[str]:
-    texts = []
-    for rank, (number, mine) in enumerate(zip(at, work, strict=True)):
-        for part in mine[number][0].parts if number < len(mine) else ():
+def _complaints(
+    plan: Plan, ranks: list[list[Action]], spans: list[list[Span]], made: list[float | None]
+) -> Iterator[str]:
+    for rank, (actions, out) in enumerate(zip(ranks, spans, strict=True)):
+        for part in actions[len(out)].parts if len(out) < len(actions) else ():
             exchange = _exchange(plan, rank, part, 0.0)
             source = plan.producer(rank, part)
             if source is not None and made[exchange.needs + part.microbatch] is None:
                 needed = Action(Kind.F if part.kind is Kind.F else Kind.B, part.microbatch, source[1])
-                texts.append(f"rank {rank} waits at {mine[number][0]} for {needed} of rank {source[0]}")
-    return texts
+                yield f"rank {rank} waits at {actions[len(out)]} for {needed} of rank {source[0]}"
