@@ -39,7 +39,7 @@ from threed.models.check import check
 from threed.pipeline import activation_checkpointing, compiling
 from threed.pipeline.executor import Executor, Span
 from threed.pipeline.stage import AlwaysWhole, Stage
-from threed.pipeline.transport import Links, Transport
+from threed.pipeline.transport import Transport, links
 from threed.precision import LossScale
 from threed.schedules import Plan, forward_only, lower
 from threed.schedules import build as build_plan
@@ -124,8 +124,8 @@ class Engine:
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wrapped is not None)
         self.executor = Executor(
-            self._stages(mine), transport or Links(topology), topology.axis("pp").index, self.reducer.all_passes_ended,
-            self._pass_ended, weight_gradients=self.reducer, device=topology.device,
+            self._stages(mine), transport or links(self.model, topology), topology.axis("pp").index,
+            self.reducer.all_passes_ended, self._pass_ended, weight_gradients=self.reducer, device=topology.device,
             varying=getattr(self.model, "boundaries_vary", False),
         )  # fmt: skip
 

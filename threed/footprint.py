@@ -26,6 +26,7 @@ from threed.layers import MicroBatch
 from threed.models import Model
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.trace import META, LayerCost, Tracer, Watch, stated_flops
+from threed.pipeline.transport import SlicedLinks, links
 from threed.planner.gathering import Gathering, gathering
 from threed.planner.grid import AXES
 from threed.precision import dtype
@@ -218,14 +219,21 @@ def _gathered_by(layout: Layout, unit: int) -> dict[Group, int]:
 
 def _passes_send(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]], sends: dict[str, int]) -> None:
     """Adds what layers send, and what goes to other stages, for every micro-batch."""
-    microbatches, rank = blueprint.plan.microbatches, blueprint.topology.axis("pp").index
+    plan, topology = blueprint.plan, blueprint.topology
+    microbatches, rank, tensor = plan.microbatches // plan.ways, topology.axis("pp").index, topology.axis("tp")
+    sliced = isinstance(links(blueprint.model, topology), SlicedLinks)
     for number, chunk in enumerate(chunks):
         for cost in chunk:
             for axis, nbytes in cost.sent.items():
                 sends[axis] += microbatches * nbytes
-        for kind, nbytes in ((Kind.F, chunk[-1].output), (Kind.B, chunk[0].input)):
-            to = blueprint.plan.consumer(rank, Action(kind, 0, number))
-            sends["pp"] += microbatches * nbytes if to is not None and to[0] != rank else 0
+        for kind, sent, back in (
+            (Kind.F, chunk[-1].output, chunk[0].input),
+            (Kind.B, chunk[0].input, chunk[-1].output),
+        ):
+            passes = [find(rank, Action(kind, 0, number)) for find in (plan.consumer, plan.producer)]
+            to, source = (place is not None and place[0] != rank for place in passes)
+            sends["pp"] += microbatches * to * sent // (tensor.size if sliced else 1)
+            sends["tp"] += microbatches * source * back // tensor.size * (tensor.size - 1) if sliced else 0
 
 
 class Pass:

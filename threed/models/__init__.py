@@ -22,7 +22,8 @@ class Model(Protocol):
     the micro-batch has no labels. What stages are balanced by, the forward FLOPs of each layer, is found by running
     the layers on the meta device. A model whose layers cannot be run there has a method `costs(micro_batch)`, which
     gives each layer's cost in any unit; one that reads more of a batch than 'tokens' and 'labels' has a method
-    `example(micro_batch)`, which gives a batch of so many rows.
+    `example(micro_batch)`, which gives a batch of so many rows. `boundaries_replicated = True` says that without
+    sequence parallelism all tensor ranks hand on the same tensors: then each sends a slice of them to the next stage.
     """
 
     hidden: int

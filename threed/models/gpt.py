@@ -23,6 +23,8 @@ class GPT:
     Outputs onto the residual stream start smaller, by 1 / sqrt(2 l) with the global number of layers l.
     """
 
+    boundaries_replicated = True
+
     def __init__(self, config: ModelConfig, slicing: Slicing) -> None:
         self.config, self.slicing = config, slicing
         self.hidden = config.hidden

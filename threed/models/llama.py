@@ -15,6 +15,8 @@ from threed.models.gpt import STD, WORD, vocab_of
 class Llama:
     """A Llama style decoder as a list of pipeline layers; `qk_norm` makes it Qwen3's."""
 
+    boundaries_replicated = True
+
     def __init__(self, config: ModelConfig, slicing: Slicing) -> None:
         self.config, self.slicing = config, slicing
         self.hidden = config.hidden

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
-from threed.topology import Topology
+from threed.models import Model
+from threed.topology import Axis, Topology
 
 
 class Transport(Protocol):
@@ -34,3 +35,45 @@ class Links:
     def receive(self, out: Tensor, source: int, target: int) -> Pending:
         """See `Transport`."""
         return collectives.receive(out, self.topology.link(source, target))
+
+
+def is_sliced(tensor: Tensor, axis: Axis) -> bool:
+    """Whether ranks of an axis that hold the same tensor send a slice of it each."""
+    return axis.size > 1 and tensor.is_floating_point() and tensor.numel() % axis.size == 0
+
+
+class SlicedLinks(Links):
+    """Links of stages whose boundaries are the same on all tensor ranks: each sends its slice only, to the same tensor
+    rank of the other stage, where the slices are gathered on arrival (arXiv 2104.04473, section 4.1)."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology)
+        self.axis = topology.axis("tp")
+
+    def send(self, tensor: Tensor, source: int, target: int) -> Pending:
+        """See `Transport`."""
+        return super().send(self._own(tensor) if is_sliced(tensor, self.axis) else tensor, source, target)
+
+    def receive(self, out: Tensor, source: int, target: int) -> Pending:
+        """See `Transport`."""
+        if not is_sliced(out, self.axis):
+            return super().receive(out, source, target)
+        own = self._own(out)
+        coming = super().receive(own, source, target)
+
+        def gather() -> Tensor:
+            coming.wait()
+            collectives.start_all_gather(own, self.axis, out=out.view(-1)).wait()
+            return out
+
+        return Pending(gather)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return tensor.reshape(-1).chunk(self.axis.size)[self.axis.index]
+
+
+def links(model: Model, topology: Topology) -> Links:
+    """The transport of a model's stages. One that says `boundaries_replicated` hands on the same tensors on all tensor
+    ranks where sequences are not cut."""
+    same = getattr(model, "boundaries_replicated", False) and not model.slicing.sequence_parallel
+    return SlicedLinks(topology) if same and topology.tp > 1 else Links(topology)
