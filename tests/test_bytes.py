@@ -3,7 +3,8 @@
 The formulas (per rank, step and, where said, micro-batch; e bytes an element):
   tp   8 b s h (t-1)/t e a block (arXiv 2205.05198: the same with sequence parallelism), 2 b s h (t-1)/t e for the
        embedding and for the head, three numbers a token for cross entropy; once a step the gradients that are partial
-  pp   b s h e a boundary and direction (/ t with sequence parallelism); once a step the sums of tied weights
+  pp   b s h e / t a boundary and direction; once a step the sums of tied weights. Without sequence parallelism what
+       arrives is gathered over tp, b s h (t-1)/t e
   dp   of P parameters, padding included, and m micro-batches, in elements: 2 P (N-1)/N under ZeRO 0 and 1,
        (m + 1) P (N-1)/N under 2, 3 m P (N-1)/N under 3 (arXiv 1910.02054, section 7), less what is not gathered again:
        the last layer where forward turns to backward, the first one where backward turns to forward, the embedding in
@@ -130,8 +131,9 @@ def activations(case: Case, config: Config, stage: range) -> dict[str, int]:
         reductions = 1 if layer in (0, last) else 4
         tp += reductions * 2 * whole * (t - 1) // t
         tp += 3 * tokens * max(e, 4) * (t - 1) if layer == last else 0
-    ends = (0 in stage) + (last in stage)
-    return {"tp": tp * case.microbatches, "pp": (2 - ends) * whole // (t if case.sequence else 1) * case.microbatches}
+    inner = 2 - (0 in stage) - (last in stage)
+    tp += 0 if case.sequence else inner * whole * (t - 1) // t  # slices are gathered on arrival
+    return {"tp": tp * case.microbatches, "pp": inner * whole // t * case.microbatches}
 
 
 def gradients(engine: Engine, case: Case) -> dict[str, int]:
