@@ -11,7 +11,7 @@ from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.monitor import figures
 from threed.sampling import generate
-from threed.schedules import span_and_bubble, svg
+from threed.schedules import Plan, replay, span_and_bubble, stack, svg
 
 PROMPT = "def "
 
@@ -31,18 +31,29 @@ def memory_rows(forecast: Forecast, peaks: Sequence[int], step: int) -> list[dic
 
 
 def draw(
-    folder: Path, data: Data, forecast: Forecast, spans: Sequence[Sequence[Any]], memory: Sequence[Mapping[str, Any]]
-) -> list[Path]:
+    folder: Path, data: Data, forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]],
+    memory: Sequence[Mapping[str, Any]],
+) -> list[Path]:  # fmt: skip
     """Draws loss.svg, memory.svg and pipeline.svg into the run's figures; returns those that were drawn."""
     figures.save_figure_data(
         folder, uniform_entropy=data.uniform_entropy, unigram_entropy=data.unigram_entropy, memory=list(memory)
     )
     drawn = figures.report(folder)
     if any(spans):
-        bubble = span_and_bubble(spans)[1]
-        subtitle = f"measured bubble {bubble:.1%}, ideal {forecast.bubble:.1%}; {forecast.microbatches} micro-batches"
-        ranks = f"{len(spans)} pipeline rank{'s' * (len(spans) > 1)}"
-        title = f"One step of {forecast.config.parallel.schedule} on {ranks}, as it ran"
         drawn.append(folder / "figures" / "pipeline.svg")
-        drawn[-1].write_text(svg(spans, title, subtitle, unit="s"))
+        drawn[-1].write_text(_pipeline(forecast, plan, spans))
     return drawn
+
+
+def _pipeline(forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]]) -> str:
+    """A step as it ran; below it as the plan has it, with the same times of actions and without any of messages."""
+    planned, ranks = replay(plan, spans), f"{len(spans)} pipeline rank{'s' * (len(spans) > 1)}"
+    ends = [end for row in spans for _, _, end in row]
+    extent = max(ends) - min(start for row in spans for _, start, _ in row)
+    name, count = forecast.config.parallel.schedule, forecast.microbatches
+    ran = f"measured bubble {span_and_bubble(spans)[1]:.1%}, ideal {forecast.bubble:.1%}; {count} micro-batches"
+    due = f"bubble {span_and_bubble(planned)[1]:.1%}: each action takes the mean of its kind, messages take no time"
+    return stack([
+        svg(spans, f"One step of {name} on {ranks}, as it ran", ran, legend=False, unit="s"),
+        svg(planned, "As planned, with these times", due, unit="s", ways=plan.ways, extent=extent),
+    ])  # fmt: skip

@@ -305,9 +305,9 @@ class Trainer:
         if self.forecast is None:
             return
         memory = final_report.memory_rows(self.forecast, peaks, self.weighed) if any(peaks) else []
-        made = [
-            ("figures", path) for path in final_report.draw(self.folder, self.data, self.forecast, self.spans, memory)
-        ]
+        plan = self.engine.blueprint.plan
+        drawn = final_report.draw(self.folder, self.data, self.forecast, plan, self.spans, memory)
+        made = [("figures", path) for path in drawn]
         made += [("metrics", self.folder / "metrics.jsonl"), ("checkpoint", self.checkpoint(self.last_saved))]
         if self.config.checkpoint.export_hf:
             made.append(("export", export_hf(made[-1][1], self.folder / "hf", self.data.tokenizer)))

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, get_args
 from threed.schedules import draw
 from threed.schedules.action import Action, Kind, together
 from threed.schedules.chimera import chimera
-from threed.schedules.draw import svg
+from threed.schedules.draw import stack, svg
 from threed.schedules.dualpipe import dualpipe, dualpipev
 from threed.schedules.gpipe import forward_only, gpipe
 from threed.schedules.interleaved import interleaved
@@ -27,13 +27,13 @@ from threed.schedules.lower import lower
 from threed.schedules.one_f_one_b import one_f_one_b
 from threed.schedules.plan import Plan
 from threed.schedules.rendezvous import check_rendezvous, validate
-from threed.schedules.simulate import Costs, Timeline, peak_activations, simulate, span_and_bubble
+from threed.schedules.simulate import Costs, Timeline, peak_activations, replay, simulate, span_and_bubble
 
 __all__ = [
     "NOT_YET", "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "available", "build",
     "check_rendezvous", "chimera", "chunks_are_free", "draw", "dualpipe", "dualpipev", "forward_only", "gpipe",
     "interleaved", "legal", "lower", "one_f_one_b", "own_chunks",
-    "peak_activations", "register", "simulate", "span_and_bubble", "svg",
+    "peak_activations", "register", "replay", "simulate", "span_and_bubble", "stack", "svg",
     "together", "validate",
 ]  # fmt: skip
 

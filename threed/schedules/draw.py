@@ -70,13 +70,15 @@ def svg(
     legend: bool = True,
     unit: str = "",
     ways: int = 1,
+    extent: float = 0.0,
 ) -> str:
     """Returns a Gantt chart as SVG text, 1000 pixels wide.
 
     spans_per_rank: per rank, (action, start, end); time 0 of the axis is the earliest start. unit: that of the times,
     shown on the axis; "s" is shown as ms or µs where that reads better. ways: those of the plan, for the legend.
+    extent: how much time the page is wide at least, for charts that are to be compared.
     """
-    page = _page(spans_per_rank, 12 + 26 * bool(title) + 20 * bool(subtitle))
+    page = _page(spans_per_rank, 12 + 26 * bool(title) + 20 * bool(subtitle), extent)
     body = [*_headings(title, subtitle), *_lanes(page), *_axis(page, unit)]
     for rank, spans in enumerate(spans_per_rank):
         body += [_box(page, rank, span) for span in spans if span[2] > span[1]]
@@ -84,6 +86,19 @@ def svg(
     if legend:
         entries, height = _legend(_entries(spans_per_rank, page.chunks, ways), height)
         body += entries
+    return _document(height, body)
+
+
+def stack(charts: Sequence[str]) -> str:
+    """Returns charts of `svg` as one, below each other."""
+    body, top = list[str](), 0
+    for chart in charts:
+        body.append(chart.replace("<svg ", f'<svg y="{top}" ', 1))
+        top += int(chart.split('height="', 1)[1].split('"', 1)[0])
+    return _document(top, body)
+
+
+def _document(height: int, body: Sequence[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
         f'font-family="{_FONT}" font-size="12"><rect width="100%" height="100%" fill="#ffffff"/>'
@@ -91,10 +106,10 @@ def svg(
     return "\n".join([head, *body, "</svg>\n"])
 
 
-def _page(spans_per_rank: Sequence[Sequence[Span]], top: int) -> _Page:
+def _page(spans_per_rank: Sequence[Sequence[Span]], top: int, least: float) -> _Page:
     spans = [span for rank in spans_per_rank for span in rank]
     origin = min((start for _, start, _ in spans), default=0.0)
-    extent = max((end for _, _, end in spans), default=0.0) - origin
+    extent = max(least, max((end for _, _, end in spans), default=0.0) - origin)
     lane = max(16, min(34, 560 // max(1, len(spans_per_rank))))
     beside = any(action.kind not in COMPUTE and end > start for action, start, end in spans)
     strip = lane // 4 if beside else 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from statistics import fmean
 
 from threed.schedules.action import COMPUTE, Action, Kind
 from threed.schedules.plan import Plan
@@ -120,6 +121,33 @@ def span_and_bubble(spans: Sequence[Sequence[Span]]) -> tuple[float, float]:
             extents.append((max(end for _, end in busy) - min(start for start, _ in busy), busy))
     span, busy = max(extents, key=lambda extent: extent[0], default=(0.0, []))
     return span, (span - sum(end - start for start, end in busy)) / span if span > 0 else 0.0
+
+
+def replay(plan: Plan, measured: Sequence[Sequence[Span]]) -> Spans:
+    """Returns the plan played out with the times that its actions took, messages taking none: what was to be expected.
+
+    measured: per rank, (action, start, end), communication passed over. An action takes the mean of those of its kind
+    on its chunk. Raises ValueError where a rank's actions are not those of the plan.
+    """
+    means = [_means(spans) for spans in measured]
+
+    def duration(action: Action, rank: int) -> float:
+        if _sort(action) not in means[rank]:
+            raise ValueError(f"plan {plan.name}: rank {rank}: no {action} was measured")
+        return means[rank][_sort(action)]
+
+    return play(plan, duration)
+
+
+def _sort(action: Action) -> tuple[tuple[Kind, int], ...]:
+    return tuple((part.kind, part.chunk) for part in action.parts)
+
+
+def _means(spans: Sequence[Span]) -> dict[tuple[tuple[Kind, int], ...], float]:
+    times: dict[tuple[tuple[Kind, int], ...], list[float]] = {}
+    for action, start, end in spans:
+        times.setdefault(_sort(action), []).append(end - start)
+    return {sort: fmean(found) for sort, found in times.items()}
 
 
 def peak_activations(plan: Plan, rank: int) -> float:
