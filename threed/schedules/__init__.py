@@ -24,12 +24,15 @@ from threed.schedules.one_f_one_b import one_f_one_b
 from threed.schedules.plan import Plan
 from threed.schedules.rendezvous import check_rendezvous, validate
 from threed.schedules.simulate import Costs, Timeline, peak_activations, simulate, span_and_bubble
+from threed.schedules.v_shape import v_half, v_min, zb_v
+from threed.schedules.zb_auto import planned, zb_auto
+from threed.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
     "NOT_YET", "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "available", "build",
     "check_rendezvous", "draw", "forward_only", "gpipe", "legal", "lower", "one_f_one_b", "own_chunks",
     "peak_activations", "register", "simulate", "span_and_bubble", "svg",
-    "together", "validate",
+    "together", "v_half", "v_min", "validate", "zb_auto", "zb_h1", "zb_h2", "zb_v",
 ]  # fmt: skip
 
 ScheduleName = Literal[
@@ -46,6 +49,8 @@ class _Entry(NamedTuple):
 
 # The one thing here that changes after import, and only by `register`: names exist per process, like imported modules.
 _SCHEDULES = {"gpipe": _Entry(gpipe, 1), "1f1b": _Entry(one_f_one_b, 1)}
+_SCHEDULES |= {"zb-h1": _Entry(zb_h1, 1), "zb-h2": _Entry(zb_h2, 1), "zb-auto": _Entry(planned, None)}
+_SCHEDULES |= {"zb-v": _Entry(zb_v, 2), "v-half": _Entry(v_half, 2), "v-min": _Entry(v_min, 2)}
 NOT_YET = tuple(name for name in get_args(ScheduleName) if name not in _SCHEDULES)
 
 

@@ -1,6 +1,7 @@
 """ZB-V, V-Half and V-Min: split backwards on ranks that hold two stages of the model each, down the ranks and up again.
 
-Use: `zb_v(stages=4, microbatches=8)`; `v_half` and `v_min` take the same and need less memory.
+Use: `zb_v(stages=4, microbatches=8)`; `v_half` and `v_min` take the same and need less memory. They are planned for F,
+I and W of one length: `zb_auto(..., chunks=2)` plans for measured ones.
 
 A micro-batch ends on the rank on which it began, so that first and last stage share a rank, and every rank holds the
 same number of activations. With F, I and W of one length ZB-V does not wait at all from first to last action, with the
@@ -15,7 +16,8 @@ that ends first, with W where ranks would wait or need memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import ceil, inf
+from itertools import chain, cycle
+from math import inf
 from typing import NamedTuple
 
 from threed.schedules.flow import Filled, Flow, Orders, fill, to_plan, v_shape
@@ -25,29 +27,25 @@ from threed.schedules.simulate import Costs
 
 PERIOD = 6  # two forwards, two I and two W for every micro-batch on every rank
 UNIT = Costs(2, 2, 2)  # every action of one chunk takes 1
-_EFFORT = 25_000  # actions to place while looking for the best of several orders
+_EFFORT = 30_000  # actions to place while looking for the best of several orders
 
 
-def zb_v(stages: int, microbatches: int, costs: Costs | None = None) -> Plan:
-    """Holds at most `stages` micro-batches on every rank.
-
-    costs: of what is to end first; by default F, I and W take equal times and messages none. Raises ValueError for
-    costs that do not fit.
-    """
+def zb_v(stages: int, microbatches: int) -> Plan:
+    """Holds at most `stages` micro-batches on every rank."""
     variants = [Variant(5, 3, eager=True), Variant(5, 9, eager=True)]
-    return _best("zb-v", stages, microbatches, stages, costs, variants + list(spread(5)))
+    return _best("zb-v", stages, microbatches, stages, variants + list(spread(5)))
 
 
-def v_half(stages: int, microbatches: int, costs: Costs | None = None) -> Plan:
-    """Holds at most (stages + 2) // 2 micro-batches on every rank. `costs` as for `zb_v`."""
+def v_half(stages: int, microbatches: int) -> Plan:
+    """Holds at most (stages + 2) // 2 micro-batches on every rank."""
     variants = [Variant(2, 3), Variant(2, 2), Variant(2, 3, balanced=True), Variant(2, tight=True)]
-    return _best("v-half", stages, microbatches, (stages + 2) // 2, costs, variants + list(spread(2)))
+    return _best("v-half", stages, microbatches, (stages + 2) // 2, variants + list(spread(2)))
 
 
-def v_min(stages: int, microbatches: int, costs: Costs | None = None) -> Plan:
-    """Holds at most (stages + 4) // 3 micro-batches on every rank. `costs` as for `zb_v`."""
+def v_min(stages: int, microbatches: int) -> Plan:
+    """Holds at most (stages + 4) // 3 micro-batches on every rank."""
     variants = [Variant(1, tight=True), Variant(1, 4), Variant(1, 2)]
-    return _best("v-min", stages, microbatches, (stages + 4) // 3, costs, variants + list(spread(1)))
+    return _best("v-min", stages, microbatches, (stages + 4) // 3, variants + list(spread(1)))
 
 
 class Variant(NamedTuple):
@@ -76,34 +74,25 @@ def spread(hop: int) -> Iterator[Variant]:
                     yield Variant(hop, extra, more, balanced, eager)
 
 
-def _best(name: str, stages: int, microbatches: int, limit: int, costs: Costs | None, variants: list[Variant]) -> Plan:
+def _best(name: str, stages: int, microbatches: int, limit: int, variants: list[Variant]) -> Plan:
     unit = Flow.of(v_shape(stages), microbatches, UNIT)
-    flow = unit if costs is None else Flow.of(v_shape(stages), microbatches, costs)
-    orders = (orders_of(unit, variant, 2 * limit) for variant in dict.fromkeys(variants))
-    filled = first_to_end(flow, orders, 2 * limit, _EFFORT, (0.0,) if costs is None else (0.0, inf))
-    return to_plan(name, flow, filled)
+    own = [phases(unit)] if name == "zb-v" else []
+    others = (orders_of(unit, variant, 2 * limit) for variant in dict.fromkeys(variants))
+    return to_plan(name, unit, _first_to_end(unit, chain(own, others), 2 * limit))
 
 
-def first_to_end(
-    flow: Flow, candidates: Iterable[Orders | None], limit: int, effort: int, patience: tuple[float, ...] = (0.0, inf)
-) -> Filled:
-    """Returns the candidate with the smallest makespan within the limit, each with all of these patiences.
-
-    None among the candidates is passed over; no more are looked at once `effort` actions were placed. Raises
-    ValueError where none can be played out.
-    """
+def _first_to_end(unit: Flow, candidates: Iterable[Orders | None], limit: int) -> Filled:
+    """Of as many candidates as the effort allows the one with the smallest makespan."""
     best, placed = None, 0
     for orders in candidates:
-        placed += 3 * flow.forwards * flow.microbatches
-        for allowed in patience if orders is not None else ():
-            placed += 3 * flow.forwards * flow.microbatches
-            filled = fill(flow, orders or (), limit, allowed)
-            if filled is not None and (best is None or filled.makespan < best.makespan):
-                best = filled
-        if best is not None and placed >= effort:
+        placed += 6 * unit.forwards * unit.microbatches
+        filled = None if orders is None else fill(unit, orders, limit)
+        if filled is not None and filled.beats(best):
+            best = filled
+        if best is not None and placed >= _EFFORT:
             break
     if best is None:
-        raise ValueError(f"no order of {flow.microbatches} micro-batches on {flow.ranks} ranks keeps to {limit} chunks")
+        raise ValueError(f"no order of {unit.microbatches} micro-batches on {unit.ranks} ranks keeps to {limit} chunks")
     return best
 
 
@@ -123,6 +112,29 @@ def orders_of(unit: Flow, variant: Variant, limit: int) -> Orders | None:
         down = [limit - min(rank + 1, limit // 2) for rank in range(ranks)]
         at_first = down + [limit] * ranks
     return list_orders(unit, Priority(begin, PERIOD, tuple(caps), tuple(at_first), variant.eager), limit)
+
+
+def phases(unit: Flow) -> Orders:
+    """ZB-V's own order (arXiv 2401.10241, section 6), for as many micro-batches as there are.
+
+    Rank r, with its down chunk's F and I and its up chunk's f and i: F until the first f comes back, f and F in turn
+    until the first i, the up chunk's f and i until the first I, then F, I, f and i in turn.
+    """
+    orders = []
+    for rank in range(unit.ranks):
+        down, up, i, last = unit.positions(rank)
+        above = unit.ranks - 1 - rank
+        begin = [down] * (2 * above) + [down, up] * (rank + 1) + [i] + [up, i] * above
+        done = dict.fromkeys((down, up, i, last), 0)
+        before, order = {up: down, i: up, last: i}, list[int]()
+        for position in chain(begin, cycle((down, last, up, i))):
+            if done[last] == unit.microbatches:
+                break
+            if done[position] < min(unit.microbatches, done.get(before.get(position, -1), inf)):
+                done[position] += 1
+                order.append(position)
+        orders.append(order)
+    return orders
 
 
 # Units between a first rank's second forward and its I, for patterns in which no two actions meet.
