@@ -28,13 +28,15 @@ from threed.schedules.one_f_one_b import one_f_one_b
 from threed.schedules.plan import Plan
 from threed.schedules.rendezvous import check_rendezvous, validate
 from threed.schedules.simulate import Costs, Timeline, peak_activations, replay, simulate, span_and_bubble
+from threed.schedules.v_shape import v_half, v_min, zb_v
+from threed.schedules.zb_auto import planned, zb_auto
+from threed.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
     "NOT_YET", "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "available", "build",
     "check_rendezvous", "chimera", "chunks_are_free", "draw", "dualpipe", "dualpipev", "forward_only", "gpipe",
-    "interleaved", "legal", "lower", "one_f_one_b", "own_chunks",
-    "peak_activations", "register", "replay", "simulate", "span_and_bubble", "stack", "svg",
-    "together", "validate",
+    "interleaved", "legal", "lower", "one_f_one_b", "own_chunks", "peak_activations", "register", "replay", "simulate",
+    "span_and_bubble", "stack", "svg", "together", "v_half", "v_min", "validate", "zb_auto", "zb_h1", "zb_h2", "zb_v",
 ]  # fmt: skip
 
 ScheduleName = Literal[
@@ -54,6 +56,12 @@ _SCHEDULES = {
     "gpipe": _Entry(gpipe, 1),
     "1f1b": _Entry(one_f_one_b, 1),
     "interleaved": _Entry(interleaved, None),
+    "zb-h1": _Entry(zb_h1, 1),
+    "zb-h2": _Entry(zb_h2, 1),
+    "zb-v": _Entry(zb_v, 2),
+    "v-half": _Entry(v_half, 2),
+    "v-min": _Entry(v_min, 2),
+    "zb-auto": _Entry(planned, None),
     "chimera": _Entry(chimera, 2),
     "dualpipe": _Entry(dualpipe, 2),
     "dualpipev": _Entry(dualpipev, 2),

@@ -1,0 +1,226 @@
+"""zb-auto: a schedule with split backwards, looked for with the times and the memory that there are.
+
+Use: `zb_auto(stages=4, microbatches=8, costs=Costs(1.0, 1.2, 0.8, send=0.1), limit=6)`.
+
+Phases: many orders of forwards and backwards, each with its W placed by `flow.fill`; the best few changed rank by rank
+while that helps. With one chunk a rank the orders are 1F1B's with other numbers of forwards at the beginning, which
+grow from the last rank to the first, and shrink again before the end. With two chunks they are those of ZB-V, V-Half
+and V-Min and of other patterns of this kind. Sources: arXiv 2401.10241, section 3; arXiv 2405.15362.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from math import ceil, floor, inf
+from typing import NamedTuple
+
+from threed.schedules.flow import Filled, Flow, Orders, fill, one_chunk, to_plan, v_shape
+from threed.schedules.one_f_one_b import one_f_one_b
+from threed.schedules.plan import Plan
+from threed.schedules.simulate import Costs, simulate
+from threed.schedules.v_shape import Variant, orders_of, phases
+from threed.schedules.zero_bubble import zb_h1, zb_h2
+
+EFFORT = 1_000_000  # actions to place at most while looking for a plan
+
+
+def zb_auto(
+    stages: int, microbatches: int, costs: Costs | None = None, limit: float | None = None, chunks: int = 1
+) -> Plan:
+    """Returns the plan with the smallest makespan found at these costs, with at most `limit` activations on a rank.
+
+    costs: measured ones; by default F, I and W take equal times and messages none. limit: micro-batches over all chunks
+    of the rank, from F to the end of W; by default ZB-H2's 2 * stages - 1, and with two chunks ZB-V's `stages`. With
+    one chunk the plan ends no later than 1F1B, ZB-H1 and ZB-H2 where these keep to the limit. Raises ValueError for a
+    limit below 1, for more than two chunks, and for costs that do not fit.
+    """
+    if chunks not in (1, 2):
+        raise ValueError(f"schedule zb-auto: chunks is {chunks}; it plans 1, or 2 in the shape of a V")
+    limit = (2 * stages - 1 if chunks == 1 else stages) if limit is None else limit
+    if not limit >= 1:
+        raise ValueError(f"schedule zb-auto: limit is {limit}; a rank holds at least 1 micro-batch")
+    costs = costs or Costs(1, 1, 1)
+    flow = Flow.of(one_chunk(stages) if chunks == 1 else v_shape(stages), microbatches, costs)
+    search = _Search(flow, min(microbatches * chunks, floor(limit * chunks)))
+    if chunks == 2:
+        _search_v(search, costs)
+        return to_plan("zb-auto", flow, search.best.filled)
+    _search_one(search)
+    found = to_plan("zb-auto", flow, search.best.filled)
+    known = (plan(stages, microbatches) for plan in (one_f_one_b, zb_h1, zb_h2))
+    return _earliest([found, *known], costs, limit)
+
+
+def planned(stages: int, microbatches: int, chunks: int = 1) -> Plan:
+    """`zb_auto` at its default costs and limit."""
+    return zb_auto(stages, microbatches, chunks=chunks)
+
+
+def _earliest(plans: list[Plan], costs: Costs, limit: float) -> Plan:
+    """The plan that ends first of those within the limit; the first of them is."""
+    timelines = [simulate(plan, costs) for plan in plans]
+    fitting = [at for at, timeline in enumerate(timelines) if max(timeline.peak_activations) <= limit]
+    return replace(plans[min(fitting, key=lambda at: timelines[at].makespan)], name="zb-auto")
+
+
+class _Found(NamedTuple):
+    """An order that was played out, what it was made from, and the patience with which."""
+
+    filled: Filled
+    source: _Shape | None
+    patience: float
+
+
+class _Search:
+    """The best of what was tried, and how much more may be."""
+
+    def __init__(self, flow: Flow, limit: int):
+        self.flow, self.limit = flow, limit
+        self.left = float(EFFORT)
+        self.found: _Found | None = None
+
+    @property
+    def best(self) -> _Found:
+        if self.found is None:
+            raise ValueError(f"schedule zb-auto: no plan found within {self.limit} chunks of a micro-batch a rank")
+        return self.found
+
+    def attempt(self, orders: Orders | None, patience: float, source: _Shape | None = None) -> _Found | None:
+        """Plays orders out; what came of it, if it could be played."""
+        if orders is None or (self.left <= 0 and self.found):
+            return None
+        self.left -= 3 * self.flow.forwards * self.flow.microbatches
+        filled = fill(self.flow, orders, self.limit, patience)
+        if filled is None:
+            return None
+        found = _Found(filled, source, patience)
+        if filled.beats(self.found and self.found.filled):
+            self.found = found
+        return found
+
+
+# --- one chunk -------------------------------------------------------------------------------------------------------
+
+
+class _Shape(NamedTuple):
+    """1F1B with other numbers of forwards ahead of the backwards. begin, end: per rank how many when the first I runs
+    and after the last forward. bend: how fast it goes from one to the other; 1 is evenly, less is earlier."""
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    bend: float = 1.0
+
+    def orders(self, flow: Flow) -> list[list[int]]:
+        """Every rank's order."""
+        return [self._order(rank, 2 * flow.ranks - 1 - rank, flow.microbatches) for rank in range(flow.ranks)]
+
+    def _order(self, rank: int, backward: int, microbatches: int) -> list[int]:
+        begin = min(self.begin[rank], microbatches)
+        fewer = begin - min(begin, self.end[rank])
+        order = [rank] * begin
+        rest, skipped = microbatches - begin, 0
+        for step in range(1, rest + 1):
+            more = int(fewer * (step / rest) ** self.bend + 1e-9) - skipped
+            ahead = begin - skipped
+            more = min(more, ahead - 1)
+            skipped += more
+            order += [backward] * (1 + more) + [rank]
+        return order + [backward] * (begin - skipped)
+
+
+def _search_one(search: _Search) -> None:
+    flow, limit = search.flow, search.limit
+    plain = _play(search, [_Shape(begin, begin) for begin in _beginnings(flow, limit)], (0.0, inf))
+    bent = [
+        _Shape(found.source.begin, tuple(ceil(slope * (flow.ranks - rank)) for rank in range(flow.ranks)), bend)
+        for found, slope, bend in product(heapq.nsmallest(6, plain, key=_makespan), (1, 1.25, 1.5, 1.75), (0.5, 1))
+        if found.source
+    ]
+    pool = _play(search, bent, (0.0, inf))
+    for found in heapq.nsmallest(4, plain + pool, key=_makespan):
+        idle = max(found.filled.idle)
+        _play(search, [found.source] if found.source else [], (idle, idle / 2, idle / 4))
+    starts = heapq.nsmallest(8, plain, key=_makespan) + heapq.nsmallest(8, pool, key=_makespan)
+    for start in [search.best, *sorted(starts, key=_makespan)]:
+        _climb(search, start)
+
+
+def _makespan(found: _Found) -> float:
+    return found.filled.makespan
+
+
+def _play(search: _Search, shapes: list[_Shape], patiences: tuple[float, ...]) -> list[_Found]:
+    tried = (
+        search.attempt(shape.orders(search.flow), patience, shape)
+        for shape in dict.fromkeys(shapes)
+        for patience in patiences
+    )
+    return [found for found in tried if found is not None]
+
+
+def _beginnings(flow: Flow, limit: int) -> Iterator[tuple[int, ...]]:
+    """Numbers of forwards at the beginning: more by a slope from rank to rank towards the first, up to the limit.
+
+    A forward more on every rank than on the next hides a message's way there and back, two also an I.
+    """
+    ranks, last = flow.ranks, len(flow.rank) - 1
+    f = sum(flow.time[: flow.forwards]) / ranks or 1.0
+    b = sum(flow.time[flow.forwards :]) / ranks
+    travel = flow.travel[last]
+    slopes = {1, 1.25, 1.5, 1.75, 2, 2.5, 3, 1 + b / f, 1 + (b + travel) / f, 1 + (b + 2 * travel) / f}
+    slopes |= {1 + 2 * travel / f, 1 + (b / 2 + travel) / f}
+    for slope, rounded, step, least in product(sorted(slopes), (floor, ceil), (0, 0.5, 1, 2), (1, 2)):
+        room = [max(1, limit - ceil(step * rank)) for rank in range(ranks)]
+        wanted = [
+            max(least, 1 + rounded(slope * (ranks - 1 - rank) - 1e-9 * (rounded is ceil))) for rank in range(ranks)
+        ]
+        yield tuple(min(pair) for pair in zip(room, wanted, strict=True))
+
+
+def _climb(search: _Search, start: _Found) -> None:
+    """One forward more or less on a rank, at the beginning, the end or both, as long as that ends earlier."""
+    best, before = start, None
+    while best is not before and search.left > 0:
+        before = best
+        for rank, which, change in product(reversed(range(search.flow.ranks)), ((0,), (1,), (0, 1)), (-1, 1)):
+            if best.source is None:
+                return
+            numbers = [list(best.source.begin), list(best.source.end)]
+            for part in which:
+                numbers[part][rank] = min(search.limit, max(1, numbers[part][rank] + change))
+            shape = _Shape(tuple(numbers[0]), tuple(numbers[1]), best.source.bend)
+            for found in _play(search, [shape], tuple({best.patience, 0.0})):
+                if found.filled.beats(best.filled):
+                    best = found
+
+
+# --- two chunks ------------------------------------------------------------------------------------------------------
+
+
+def _search_v(search: _Search, costs: Costs) -> None:
+    flow = search.flow
+    unit = Flow.of(flow.placement, flow.microbatches, Costs(2, 2, 2))
+    apart = Flow.of(flow.placement, flow.microbatches, Costs(2, 2, 2, send=0.3))
+    for orders in _v_orders(search, [unit, apart, flow] if costs.send else [unit, flow]):
+        tried = [found for patience in (0.0, inf) if (found := search.attempt(orders, patience))]
+        if search.found in tried:
+            idle = max(search.best.filled.idle)
+            for patience in (idle, idle / 2):
+                search.attempt(orders, patience)
+
+
+def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
+    """Those of ZB-V, then of patterns whose memory is nearest to the limit, in equal and in real times."""
+    limit, ranks = search.limit, search.flow.ranks
+    yield phases(flows[0])
+    fitting = 3 * limit / ranks - 1
+    hops = sorted((1, 2, 3, 4, 5), key=lambda hop: abs(hop - fitting))
+    yield from (orders_of(flows[0], Variant(hop, tight=True), limit) for hop in hops)
+    for hop, flow, extra, eager, balanced in product(hops, flows, (3, 9), (True, False), (False, True)):
+        if search.left <= 0:
+            return
+        search.left -= 9 * flow.forwards * flow.microbatches  # list scheduling takes three times as long as filling
+        yield orders_of(flow, Variant(hop, extra, 0, balanced, eager), limit)
