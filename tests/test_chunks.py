@@ -38,7 +38,7 @@ def cases() -> list[Case]:
     found, again = [], ["none", "full", "selective", "sliced", "half"]
     for number, (pp, dp, tp) in enumerate(SHAPES):
         for zero in (0, 1, 2, 3) if dp > 1 else (1,):
-            for turn, schedule in enumerate(OWN):
+            for turn, schedule in enumerate(("looping", "vee") if pp > 2 else ("split-vee", "split-1f1b")):
                 at = 3 * number + zero + turn
                 recompute = "full" if again[at % 5] == "sliced" and tp == 1 else again[at % 5]
                 found.append(

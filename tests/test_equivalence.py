@@ -19,7 +19,6 @@ import torch
 from tests.configs import MODELS, RECOMPUTE, Case, Result, train, trained
 from tests.covering import Space, Values
 from tests.harness import run_ranks
-from tests.looping import OWN
 from threed.engine import Engine, StepMetrics
 from threed.testing import differences
 
@@ -33,7 +32,7 @@ SETTINGS: dict[str, list[object]] = {
     "model": list(MODELS),
     "sequence": [True, False],
     "zero": [0, 1, 2, 3],
-    "schedule": ["1f1b", "gpipe", "looping", "vee"],
+    "schedule": ["1f1b", "gpipe", "interleaved", "zb-v", "dualpipe"],
     "microbatches": [1, 3, 8],
     "dropout": [0.0, 0.1],
     "dtype": ["fp64", "fp32"],
@@ -48,6 +47,7 @@ SETTINGS: dict[str, list[object]] = {
     "pad": [0, 8],
 }
 PLAIN = ("pp", "dp", "tp", "model", "sequence", "zero", "schedule", "microbatches", "dropout")
+CHUNKS = ("interleaved", "zb-v")
 Work = Callable[[Case], tuple[Engine, list[StepMetrics]]]
 
 
@@ -60,7 +60,8 @@ def make(values: Values) -> Case | None:
     v = dict(values)
     v["sequence"] = v["sequence"] and tp > 1
     v["schedule"], v["partition"] = (v["schedule"], v["partition"]) if pp > 1 else ("1f1b", "balanced")
-    v["layers"] = 6 if v["schedule"] in OWN else 3  # with the ends of the model, two chunks on each of four ranks
+    v["layers"] = 6 if v["schedule"] in CHUNKS else 3  # with the ends of the model, two chunks on each of four ranks
+    v["microbatches"] = 8 if v["schedule"] == "dualpipe" else v["microbatches"]  # twice as many as ranks at least
     offload = v["zero"] == 3 and v["offload_params"] != "none"
     v["offload_params"] = v["offload_params"] if offload else "none"
     v["offload_optimizer"] = v["offload_optimizer"] if v["zero"] else "none"

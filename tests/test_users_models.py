@@ -30,7 +30,7 @@ SETTINGS: dict[str, list[object]] = {
     "recompute": list(RECOMPUTE),
     "partition": ["balanced", "uniform", "explicit"],
     "microbatches": [1, 3],
-    "schedule": ["1f1b", "gpipe", "split-1f1b"],
+    "schedule": ["1f1b", "gpipe", "zb-h1"],
     "bucket_mib": [64.0, 0.002],
 }
 # fp64: the order of sums is all that differs. bf16 has 8 bits: a rounding is up to 0.4 % of one number, and sums over

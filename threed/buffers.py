@@ -97,10 +97,13 @@ class Buffers:
     """The buffers of this rank's modules.
 
     stages: the named modules of every pipeline stage. again: names of buffers whose layers are recomputed as a whole.
+    twice: whether every layer is on two pipeline ranks.
     """
 
-    def __init__(self, stages: Sequence[Roots], topology: Topology, again: Collection[str] = ()) -> None:
-        self.topology, self._again = topology, frozenset(again)
+    def __init__(
+        self, stages: Sequence[Roots], topology: Topology, again: Collection[str] = (), twice: bool = False
+    ) -> None:
+        self.topology, self._again, self._twice = topology, frozenset(again), twice
         self._stage, self._data = topology.axis("pp").index, topology.axis("dp")
         self._roots = stages[self._stage]
         self._first: dict[str, int] = {}
@@ -186,9 +189,11 @@ class Buffers:
 
     def _refuse(self, found: set[str]) -> None:
         if shared := sorted(found & self._shared):
+            several = "on the two ranks that hold the layer; take a schedule that holds each layer once (1f1b, zb-v)"
+            alike = "in several layers of that name; give each layer a name of its own"
             raise ValueError(
-                f"{', '.join(shared)}: changes in training, in several layers of that name; give each layer a name of"
-                " its own, or register the buffer with persistent=False"
+                f"{', '.join(shared)}: changes in training, {several if self._twice else alike}, or register the buffer"
+                " with persistent=False"
             )
         if again := sorted(found & self._again):
             raise ValueError(
@@ -300,4 +305,4 @@ def build(
         )
     again = {place.name for number in recomputed for place in find([roots[number]])}
     held = [[n for chunk in cut.chunks(rank) for n in chunk] for rank in range(topology.pp)]
-    return Buffers([[roots[number] for number in numbers] for numbers in held], topology, again)
+    return Buffers([[roots[number] for number in numbers] for numbers in held], topology, again, cut.ways == 2)
