@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from threed import schedules
-from threed.config import Config, ConfigError
+from threed.config import Config, ConfigError, count_microbatches
 from threed.models import Model, Wrapped
 from threed.models.wrapped import find_problems
 from threed.pipeline.activation_checkpointing import recomputed_layers, with_recompute
@@ -102,9 +102,8 @@ class Blueprint:
 
 def step_plan(config: Config, data_ranks: int) -> Plan:
     """The compute actions of a step."""
-    p, train = config.parallel, config.train
-    microbatches = max(1, train.global_batch // (train.micro_batch * data_ranks))
-    return schedules.build(p.schedule, p.pp, microbatches, p.chunks or 1)
+    p = config.parallel
+    return schedules.build(p.schedule, p.pp, count_microbatches(config, data_ranks), p.chunks)
 
 
 def names(layer: nn.Module) -> list[str]:

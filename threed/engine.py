@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from threed import buffers, collectives
 from threed.batches import Batch, Batches
-from threed.blueprint import Blueprint
+from threed.blueprint import Blueprint, step_plan
 from threed.checkpoint import fit, native
 from threed.checkpoint.extras import Extras
 from threed.checks import find_refusals
@@ -40,7 +40,7 @@ from threed.pipeline.executor import Executor, Span
 from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.transport import Links, Transport
 from threed.precision import LossScale
-from threed.schedules import Plan, forward_only, lower
+from threed.schedules import Plan, forward_only, lower, names_file
 from threed.schedules import build as build_plan
 from threed.sharding import Box, Piece, initial
 from threed.topology import Axis, Topology
@@ -96,6 +96,8 @@ class Engine:
         self.steps = self.consumed = 0
         self._begun = False
         agreement.check_configuration(config, topology.axis("world"))
+        if names_file(config.parallel.schedule):
+            agreement.check_plan(step_plan(config, topology.dp), topology.axis("world"))
         self.blueprint = blueprint = self._draw()
         self.batches = Batches(self.model, topology, config, ends=blueprint.cut.last[0] == topology.axis("pp").index)
         self.layout = blueprint.layout

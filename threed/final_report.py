@@ -42,7 +42,8 @@ def draw(
         bubble = span_and_bubble(spans)[1]
         subtitle = f"measured bubble {bubble:.1%}, ideal {forecast.bubble:.1%}; {forecast.microbatches} micro-batches"
         ranks = f"{len(spans)} pipeline rank{'s' * (len(spans) > 1)}"
-        title = f"One step of {forecast.config.parallel.schedule} on {ranks}, as it ran"
+        schedule = Path(forecast.config.parallel.schedule).name
+        title = f"One step of {schedule} on {ranks}, as it ran"
         drawn.append(folder / "figures" / "pipeline.svg")
         drawn[-1].write_text(svg(spans, title, subtitle, unit="s"))
     return drawn

@@ -5,18 +5,22 @@
     lower(plan)                                         with sends, receives and reductions, for the executor
     svg(simulate(plan, Costs(1, 1, 1)).spans)           a Gantt chart; of measured times too
 
-A schedule of your own is a function (stages, microbatches) -> Plan: `register("mine", fn)`, then use it by name.
+A schedule of your own is a function (stages, microbatches) -> Plan. The decorator `@schedule("mine")` gives it a name.
+Without one, `build` and `--parallel.schedule` find it in its file, as FILE.py:function; and a plan in the CSV text of
+torch.distributed.pipelining as FILE.csv. `to_csv` writes that text.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from functools import partial
+from typing import Literal, NamedTuple, TypeVar, get_args
 
-from threed.schedules import draw
+from threed.schedules import draw, from_file
 from threed.schedules.action import Action, Kind, together
 from threed.schedules.draw import svg
+from threed.schedules.from_file import absolute, names_file, read_csv
 from threed.schedules.gpipe import forward_only, gpipe
 from threed.schedules.legal import legal
 from threed.schedules.lower import lower
@@ -24,12 +28,13 @@ from threed.schedules.one_f_one_b import one_f_one_b
 from threed.schedules.plan import Plan
 from threed.schedules.rendezvous import check_rendezvous, validate
 from threed.schedules.simulate import Costs, Timeline, peak_activations, simulate, span_and_bubble
+from threed.schedules.torch_csv import from_csv, to_csv
 
 __all__ = [
-    "NOT_YET", "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "available", "build",
-    "check_rendezvous", "draw", "forward_only", "gpipe", "legal", "lower", "one_f_one_b", "own_chunks",
-    "peak_activations", "register", "simulate", "span_and_bubble", "svg",
-    "together", "validate",
+    "NOT_YET", "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "absolute", "available", "build",
+    "check_name", "check_rendezvous", "draw", "forward_only", "from_csv", "gpipe", "legal", "lower", "names_file",
+    "one_f_one_b", "own_chunks", "peak_activations", "read_csv", "register", "schedule", "simulate",
+    "span_and_bubble", "svg", "to_csv", "together", "validate",
 ]  # fmt: skip
 
 ScheduleName = Literal[
@@ -37,6 +42,9 @@ ScheduleName = Literal[
     "dualpipev", "2bw",
 ]  # fmt: skip
 """All names that a configuration may give; those that cannot be built so far are in NOT_YET."""
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Plan])
 
 
 class _Entry(NamedTuple):
@@ -54,9 +62,18 @@ def available() -> tuple[str, ...]:
     return tuple(_SCHEDULES)
 
 
-def own_chunks(name: str) -> int:
-    """How many chunks a rank has under a schedule where nothing else is asked for; 1 of one that is not there."""
-    return (_SCHEDULES[name].chunks if name in _SCHEDULES else None) or 1
+def own_chunks(name: str, stages: int | None = None, microbatches: int | None = None) -> int | None:
+    """How many chunks a rank has under a schedule where nothing else is asked for; 1 of one that is not there.
+
+    Where the schedule leaves it open its plan says it, for these stages and micro-batches, and it is None while they
+    are not known. Raises ValueError where a schedule's file or plan is wrong.
+    """
+    if name not in _SCHEDULES and not names_file(name):
+        return 1
+    chunks = _entry(name).chunks
+    if chunks is None and stages is not None and microbatches is not None:
+        return build(name, stages, microbatches).chunks
+    return chunks
 
 
 def register(name: str, fn: Callable[..., Plan], chunks: int | None = 1) -> None:
@@ -64,18 +81,35 @@ def register(name: str, fn: Callable[..., Plan], chunks: int | None = 1) -> None
 
     `fn(stages, microbatches)` gives a plan with `chunks` chunks a rank. With chunks=None whoever builds it may
     choose, and then it is `fn(stages, microbatches, chunks)`, or without the last for its own default. Raises
-    ValueError if the name is taken.
+    ValueError if the name is taken, but for the same function of a file that is read again.
     """
-    if name in _SCHEDULES:
+    if name in _SCHEDULES and not _is_again(_SCHEDULES[name].fn, fn):
         raise ValueError(f"schedule {name!r} exists already: register yours under another name")
     _SCHEDULES[name] = _Entry(fn, chunks)
+
+
+def schedule(name: str, chunks: int | None = 1) -> Callable[[_Function], _Function]:
+    """A decorator that makes the function a schedule, as `register` does, and leaves it as it is."""
+
+    def decorate(fn: _Function) -> _Function:
+        register(name, fn, chunks)
+        return fn
+
+    return decorate
+
+
+def _is_again(old: Callable[..., Plan], new: Callable[..., Plan]) -> bool:
+    places = [(getattr(fn, "__code__", None), getattr(fn, "__qualname__", "<lambda>")) for fn in (old, new)]
+    files = {(code and code.co_filename, name) for code, name in places}
+    return len(files) == 1 and all(code and "<" not in name for code, name in places)
 
 
 def build(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Plan:
     """Returns the plan of a schedule: compute actions only, checked to be legal.
 
-    `stages` is the number of pipeline ranks; `chunks` the stages of the model that each holds (default: the
-    schedule's own). Raises ValueError for a name that is not available, and for numbers the schedule cannot have.
+    `name` is one of `available()`, or FILE.py:function or FILE.csv. `stages` is the number of pipeline ranks; `chunks`
+    the stages of the model that each holds (default: the schedule's own). Raises ValueError for a name that is not
+    available, and for numbers the schedule cannot have.
     """
     entry = _entry(name)
     if min(stages, microbatches) < 1:
@@ -88,12 +122,27 @@ def build(name: str, stages: int, microbatches: int, chunks: int | None = None) 
     return plan
 
 
+def check_name(name: str) -> None:
+    """Raises ValueError for a name that `build` knows nothing of, such as that of a file without this function."""
+    _entry(name)
+
+
 def _entry(name: str) -> _Entry:
     if name in _SCHEDULES:
         return _SCHEDULES[name]
+    if names_file(name):
+        return _entry_of_file(name)
     choices = f"available: {', '.join(_SCHEDULES)}"
     if name in NOT_YET:
         raise ValueError(f"schedule {name!r} is not in this version; {choices}")
     close = difflib.get_close_matches(name, _SCHEDULES, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise ValueError(f"there is no schedule {name!r}: {hint}{choices}")
+
+
+def _entry_of_file(name: str) -> _Entry:
+    if name.endswith(".csv"):
+        return _Entry(partial(from_file.plan_of, name, None), read_csv(name).chunks)
+    fn = from_file.find(name, lambda: {key: entry.fn for key, entry in _SCHEDULES.items()})
+    chunks = next((entry.chunks for entry in _SCHEDULES.values() if entry.fn is fn), None)
+    return _Entry(partial(from_file.plan_of, name, fn), chunks)
