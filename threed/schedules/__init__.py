@@ -99,9 +99,10 @@ def schedule(name: str, chunks: int | None = 1) -> Callable[[_Function], _Functi
 
 
 def _is_again(old: Callable[..., Plan], new: Callable[..., Plan]) -> bool:
-    places = [(getattr(fn, "__code__", None), getattr(fn, "__qualname__", "<lambda>")) for fn in (old, new)]
-    files = {(code and code.co_filename, name) for code, name in places}
-    return len(files) == 1 and all(code and "<" not in name for code, name in places)
+    """Whether both are the same function of a file, which was read twice."""
+    names = {getattr(fn, "__qualname__", None) for fn in (old, new)}
+    files = {getattr(getattr(fn, "__code__", None), "co_filename", None) for fn in (old, new)}
+    return len(names) == len(files) == 1 and None not in names | files and "<lambda>" not in str(names)
 
 
 def build(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Plan:
