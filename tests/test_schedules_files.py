@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.configs import engine_of
+from tests.harness import run_ranks
+from tests.runs import configuration, open_text
 from tests.test_pretrain import QUICK, again
 from tests.test_pretrain import folder as folder  # a fixture
 from threed import schedules
@@ -60,6 +63,14 @@ def incomplete(stages, microbatches):
     return Plan("incomplete", stages, microbatches, 1, gpipe(stages, microbatches).ranks[:1] + ((),) * (stages - 1))
 
 
+def strange(stages, microbatches):
+    return Plan("strange", stages, microbatches, 1, None)
+
+
+def leaves(stages, microbatches):
+    raise SystemExit(3)
+
+
 def short(stages):
     pass
 
@@ -67,6 +78,15 @@ def short(stages):
 class Holder:
     pass
 '''
+
+BY_RANK = """
+from torch import distributed
+from threed.schedules import gpipe, one_f_one_b
+
+
+def by_rank(stages, microbatches):
+    return (gpipe, one_f_one_b)[distributed.get_rank()](stages, microbatches)
+"""
 
 
 @pytest.fixture
@@ -100,6 +120,8 @@ WRONG_FUNCTIONS = (
     ("rounds", 3, r"rounds: chunks is 3; this schedule has 2"),
     ("one_way", None, r"one_way\(2, 4\): plan forward-only has no backward: nothing would be trained"),
     ("other", None, r"other: a plan for 3 stages and 4 micro-batches, and needed is one for 2 and 4"),
+    ("strange", None, r"strange\(2, 4\): TypeError: "),
+    ("leaves", None, r"leaves\(2, 4\): SystemExit at line \d+ of mine\.py: 3"),
     ("incomplete", None, r"incomplete\(2, 4\): plan incomplete: rank 1: F0\.0 is missing"),
     ("short", None, r"short\(stages\): it must take \(stages, microbatches\)"),
     (
@@ -275,15 +297,21 @@ def test_a_resolved_configuration_has_the_whole_path_and_the_chunks(
     assert not names_file(resolve(config.model_validate({}), 10, 2).parallel.schedule)
 
 
+def flags_of(plan: Plan) -> list[str]:
+    """What a short run with this plan is told, beside --parallel.schedule: the plans of tests/data/schedules too."""
+    return [
+        "--preset", "tiny", *QUICK, "--parallel.pp", str(plan.stages), "--precision.dtype", "fp64",
+        "--train.global-batch", str(plan.microbatches), "--train.micro-batch", "1", "--log.every", "1",
+        "--log.wandb", "off", "--checkpoint.export-hf", "false", "--train.sample-tokens", "0",
+    ]  # fmt: skip
+
+
 def test_runs_with_a_schedule_of_ones_own_train_as_others_do(
     mine: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = [
-        "--preset", "tiny", *QUICK, "--model.layers", "4", "--train.steps", "3", "--train.micro-batch", "1",
-        "--log.every", "1", "--log.wandb", "off", "--checkpoint.export-hf", "false", "--parallel.pp", "2",
-        "--precision.dtype", "fp64", "--train.sample-tokens", "0",
-    ]  # fmt: skip
-    (folder / "plan.csv").write_text(schedules.to_csv(build("gpipe", 2, 4)))
+    plan = build("gpipe", 2, 4)
+    flags = [*flags_of(plan), "--model.layers", "4", "--train.steps", "3"]
+    (folder / "plan.csv").write_text(schedules.to_csv(plan))
 
     def losses(name: str, schedule: str) -> list[float]:
         done = again(folder, 2, "gpt.py", *flags, "--run.name", name, "--parallel.schedule", schedule)
@@ -300,6 +328,21 @@ def test_runs_with_a_schedule_of_ones_own_train_as_others_do(
     assert "One step of mine.py:unnamed on 2 pipeline ranks" in (run / "figures" / "pipeline.svg").read_text()
     monkeypatch.chdir(run)  # who goes on from elsewhere finds the file
     assert load_checked(["--config", "config.toml"], world_size=2)[0].parallel.chunks == 2
+
+
+def differ(folder: str) -> str:
+    """What an engine says of a function that gives every rank another plan."""
+    parallel = {"pp": 2, "schedule": f"{folder}/mine.py:by_rank"}
+    config = configuration(Path(folder), open_text(Path(folder)), 2, parallel=parallel)
+    with pytest.raises(ValueError, match="another plan") as found:
+        engine_of(config)
+    return str(found.value)
+
+
+def test_ranks_whose_plans_differ_are_told(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(BY_RANK)
+    said = run_ranks(2, differ, str(tmp_path))
+    assert [text.partition(" of ")[0] for text in said] == ["rank 1 has another plan"] * 2
 
 
 def test_a_run_with_a_wrong_schedule_ends_with_exit_code_2(mine: str, folder: Path) -> None:

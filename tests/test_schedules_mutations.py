@@ -25,8 +25,10 @@ OURS = available()  # without what other tests register
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """Lowered plans: random ones, some with pairs, and those that have names; with and without gathers."""
-    if draw(st.booleans()):
-        plan = with_pairs(draw(random_plans()), draw(st.randoms(use_true_random=False)))
+    kind = draw(st.sampled_from(("one way", "two ways", "named")))
+    if kind != "named":
+        plan = draw(random_plans() if kind == "one way" else two_way_plans())
+        plan = with_pairs(plan, draw(st.randoms(use_true_random=False)))
     else:
         name, stages, count = draw(st.sampled_from(OURS)), draw(st.integers(1, 4)), draw(st.integers(1, 8))
         try:
@@ -34,6 +36,27 @@ def plans(draw: st.DrawFn) -> Plan:
         except ValueError:  # not every schedule has these numbers
             assume(False)
     return lower(plan, gathers=draw(st.booleans()))
+
+
+@st.composite
+def two_way_plans(draw: st.DrawFn) -> Plan:
+    """Bidirectional plans that a random but valid order of execution gives; even micro-batches go down the ranks."""
+    stages, count = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    random = draw(st.randoms(use_true_random=False))
+    back = Kind.I if draw(st.booleans()) else Kind.B
+    ranks: list[list[Action]] = [[] for _ in range(stages)]
+    ready = {(Kind.F, 0, m) for m in range(count)}
+    while ready:
+        kind, stage, m = random.choice(sorted(ready))
+        ready.remove((kind, stage, m))
+        way = m % 2
+        ranks[stages - 1 - stage if way else stage].append(Action(kind, m, way))
+        if kind is Kind.F:
+            ready.add((Kind.F, stage + 1, m) if stage + 1 < stages else (back, stage, m))
+        elif kind is back:
+            ready |= ({(Kind.W, stage, m)} if back is Kind.I else set()) | ({(back, stage - 1, m)} if stage else set())
+    placement = tuple((rank, stages - 1 - rank) for rank in range(stages))
+    return Plan("two ways", stages, count, 2, tuple(map(tuple, ranks)), placement, ways=2)
 
 
 def with_pairs(plan: Plan, draw: random.Random) -> Plan:

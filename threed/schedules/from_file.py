@@ -90,18 +90,23 @@ def plan_of(name: str, fn: Function | None, stages: int, microbatches: int, chun
 def _call(name: str, fn: Function, stages: int, microbatches: int, chunks: int | None) -> Plan:
     arguments = (stages, microbatches) if chunks is None or not _takes(fn, 3) else (stages, microbatches, chunks)
     if not _takes(fn, len(arguments)):
-        fix = "it needs a number of chunks: give one" if _takes(fn, 3) else "it must take (stages, microbatches)"
+        fix = (
+            "it needs a number of chunks: give one, such as --parallel.chunks 2"
+            if _takes(fn, 3)
+            else "it must take (stages, microbatches)"
+        )
         raise ValueError(f"{name}{inspect.signature(fn)}: {fix}")
     try:
         plan = fn(*arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = traceback.extract_tb(error.__traceback__)[-1]
         place = f"line {line.lineno} of {Path(line.filename).name}"
         raise ValueError(f"{name}{arguments}: {type(error).__name__} at {place}: {error}") from error
     try:
         _check(plan)
-    except ValueError as error:
-        raise ValueError(f"{name}{arguments}: {error}") from error
+    except Exception as error:  # a plan of anything: not all that is wrong with it has a word of its own
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{name}{arguments}: {kind}{error}") from error
     return plan
 
 
