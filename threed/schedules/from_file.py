@@ -8,8 +8,11 @@ Every error names the file, what in it is wrong, and for a function that raises 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +22,6 @@ from threed.schedules.action import COMPUTE, Action
 from threed.schedules.plan import Plan
 from threed.schedules.rendezvous import validate
 from threed.schedules.torch_csv import from_csv
-from threed.user_files import load
 
 Function = Callable[..., Plan]
 
@@ -43,6 +45,30 @@ def read_csv(file: str) -> Plan:
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror or error}") from None
     return from_csv(text, file)
+
+
+def load(file: str) -> ModuleType:
+    """The module that a file is, its folder on the path for the modules beside it. ValueError where that fails."""
+    path = Path(file).resolve()
+    name = f"threed_user_{path.stem}"
+    if name in sys.modules and sys.modules[name].__file__ == str(path):
+        return sys.modules[name]
+    if not path.is_file():
+        raise ValueError(f"{file}: no such file")
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{file}: no Python file")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        hint = "; guard what runs with `if __name__ == '__main__':`" if isinstance(error, SystemExit) else ""
+        raise ValueError(f"{file} cannot be imported: {type(error).__name__}: {error}{hint}") from error
+    return module
 
 
 def find(name: str, registered: Callable[[], Mapping[str, Function]]) -> Function:

@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from threed.user_files import load
+from threed.schedules.from_file import load
 
 
 @dataclass(frozen=True)
