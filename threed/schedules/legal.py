@@ -166,21 +166,17 @@ def check_reductions(plan: Plan) -> None:
 def _check_gathers(plan: Plan) -> None:
     """Where one F, B or I has its gather, all have: after the compute action before, for W needs no parameters."""
     for rank, actions in enumerate(plan.ranks):
-        begun = Counter[int]()
+        begun: list[int] = []
         for action in actions:
             if action.kind is Kind.GATHER:
-                begun[action.chunk] += 1
+                begun.append(action.chunk)
             if action.kind not in COMPUTE:
                 continue
-            needed = Counter(part.chunk for part in action.parts if part.kind is not Kind.W)
-            for chunk in needed - begun:
-                raise ValueError(
-                    f"plan {plan.name}: rank {rank}: {Action(Kind.GATHER, -1, chunk)} is missing before {action}"
-                )
-            for chunk in begun - needed:
-                raise ValueError(
-                    f"plan {plan.name}: rank {rank}: {Action(Kind.GATHER, -1, chunk)} before {action} is not for it"
-                )
+            needed = [part.chunk for part in action.parts if part.kind is not Kind.W]
+            if begun != needed and sorted(begun) != sorted(needed):
+                found = f"gathers chunks {begun} before {action}, which needs {needed}"
+                raise ValueError(f"plan {plan.name}: rank {rank} {found}")
             begun.clear()
-        for chunk in begun:
-            raise ValueError(f"plan {plan.name}: rank {rank}: {Action(Kind.GATHER, -1, chunk)} is for nothing after it")
+        if begun:
+            action = Action(Kind.GATHER, -1, begun[0])
+            raise ValueError(f"plan {plan.name}: rank {rank}: {action}: no compute action comes after it")

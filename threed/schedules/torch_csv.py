@@ -14,6 +14,7 @@ Source: torch 2.13, torch/distributed/pipelining/schedules.py, `_Action` and `Pi
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -88,7 +89,7 @@ def from_csv(text: str, name: str = "csv") -> Plan:
 
 def _read(text: str, name: str) -> list[list[_Cell]]:
     try:
-        table = list(csv.reader(text.splitlines()))
+        table = list(csv.reader(io.StringIO(text, newline="")))
     except csv.Error as error:
         raise ValueError(f"{name}: not CSV: {error}") from None
     while table and not "".join(table[-1]).strip():
