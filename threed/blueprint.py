@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from threed import schedules
-from threed.config import Config, ConfigError
+from threed.config import Config, ConfigError, count_microbatches
 from threed.models import Model, Wrapped
 from threed.models.wrapped import find_problems
 from threed.pipeline.activation_checkpointing import recomputed_layers, with_recompute
@@ -23,7 +23,7 @@ from threed.planner.cut import Cut, partition
 from threed.schedules import Plan
 from threed.sharding import spec_of
 from threed.topology import Topology
-from threed.zero import layout, setup
+from threed.zero import agreement, layout, setup
 from threed.zero.layout import HasModules, Layout
 
 
@@ -59,6 +59,8 @@ class Blueprint:
                 layer.loss_chunks = r.loss_chunks  # type: ignore[assignment]
         recomputed = recomputed_layers(config, layers)
         plan = step_plan(config, topology.dp)
+        if schedules.names_file(p.schedule) and not topology.on_paper:
+            agreement.check_plan(plan, topology.axis("world"))
         again = recomputed if r.mode == "full" else ()
         ranges = partition(p.partition, len(layers), plan.total_stages, lambda: with_recompute(costs(layers), again))
         cut = Cut.of(ranges, plan)
@@ -102,9 +104,8 @@ class Blueprint:
 
 def step_plan(config: Config, data_ranks: int) -> Plan:
     """The compute actions of a step."""
-    p, train = config.parallel, config.train
-    microbatches = max(1, train.global_batch // (train.micro_batch * data_ranks))
-    return schedules.build(p.schedule, p.pp, microbatches, p.chunks or 1)
+    p = config.parallel
+    return schedules.build(p.schedule, p.pp, count_microbatches(config, data_ranks), p.chunks)
 
 
 def names(layer: nn.Module) -> list[str]:

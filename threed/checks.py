@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from threed import schedules
-from threed.config import Config, ConfigError, ModelConfig, derive_dp, key_name
+from threed.config import Config, ConfigError, ModelConfig, count_microbatches, derive_dp, key_name
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,10 @@ class Refusal:
 
 
 def _of_schedule(name: str) -> tuple[Refusal, ...]:
-    """What is there of schedules, registered ones included, and of chunks under one of them."""
+    """What is there of schedules, registered ones included, and of chunks under one of them; `_check_schedule` looks
+    into those of files."""
+    if schedules.names_file(name):
+        return ()
     chunks = Refusal("parallel", "chunks", (None, schedules.own_chunks(name)), f"another number of chunks with {name}")
     return (
         Refusal("parallel", "schedule", schedules.available(), "this schedule"),
@@ -82,6 +85,7 @@ def find_problems(
     alone = (_check_loss_scale, _check_heads, _check_arch, _check_layers, _check_sequence, _check_run, _check_export)
     for check in alone:
         problems += check(config)
+    problems += _check_schedule(config, dp)
     problems += _check_batch(config, dp)
     problems += _check_shard_size(config, dp)
     problems += _check_vocab(config, tokenizer_vocab)
@@ -200,6 +204,28 @@ def _check_layers(config: Config) -> Iterator[str]:
         yield f"{given} is for {len(counts)} stages: give {pp} numbers, one for each of --parallel.pp {pp}"
     elif sum(counts) != layers + 2:
         yield f"{given} makes {sum(counts)} layers: {layers + 2} are needed (embedding, {layers} blocks, head)"
+
+
+def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
+    """Whether a schedule's file has a plan for the stages and micro-batches of this run."""
+    name, p, train = config.parallel.schedule, config.parallel, config.train
+    if not schedules.names_file(name):
+        return
+    whole = dp is not None and train.global_batch % (train.micro_batch * dp) == 0
+    count = count_microbatches(config, dp) if whole and dp else None  # a batch that cannot be cut is said elsewhere
+    try:
+        schedules.check_name(name)
+        fixed = schedules.read_csv(name) if name.endswith(".csv") else None
+        if fixed is not None and (fixed.stages, fixed.microbatches) != (p.pp, count or fixed.microbatches):
+            given = f"{name} is for {fixed.stages} stages and {fixed.microbatches} micro-batches"
+            fix = (
+                f"--parallel.pp {fixed.stages} and --train.global-batch {fixed.microbatches} × --train.micro-batch × dp"
+            )
+            yield f"--parallel.schedule {given}, and this run has {p.pp} and {count or 'another number'}: use {fix}"
+        elif count is not None:
+            schedules.build(name, p.pp, count, p.chunks)
+    except ValueError as error:
+        yield f"--parallel.schedule {error}"
 
 
 def _check_sequence(config: Config) -> Iterator[str]:

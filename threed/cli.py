@@ -1,7 +1,7 @@
 """The console script `threed` (the same as `python -m threed`): training, and the tools beside it.
 
 threed train gpt --preset tiny                                 on one process; on more: torchrun … -m threed train gpt
-threed schedule 1f1b --stages 4 --microbatches 8 [--svg FILE] [--json]
+threed schedule 1f1b --stages 4 --microbatches 8 [--svg FILE] [--csv FILE] [--json]     1f1b, FILE.py:NAME or FILE.csv
 threed plan --world-size 8 --preset small --parallel.tp 2      what a run would take; flags as for training
 threed tokenize SRC DST [--tokenizer bytes]                    text -> Megatron .bin/.idx
 threed convert SRC DST [--dtype bf16]                          native checkpoint -> Hugging Face folder
@@ -58,14 +58,18 @@ def _parser() -> argparse.ArgumentParser:
     named = "|".join(ARCHITECTURES)
     tools.add_parser("train", help=f"[{named}] --preset tiny …: trains; `threed train --help` lists every key")
     sub = tool("schedule", "plays a pipeline schedule out, and draws it", _schedule)
-    sub.add_argument("name", help=", ".join(schedules.available()))
-    sub.add_argument("--stages", type=int, required=True, help="pipeline ranks")
-    sub.add_argument("--microbatches", type=int, required=True)
+    sub.add_argument("name", help=f"{', '.join(schedules.available())}, or FILE.py:FUNCTION, or FILE.csv")
+    sub.add_argument("--stages", type=int, help="pipeline ranks; of FILE.csv as many as it has rows")
+    sub.add_argument("--microbatches", type=int, help="micro-batches of a step; of FILE.csv its own")
     sub.add_argument("--chunks", type=int, default=None, help="model chunks on a rank")
     for name in ("forward", "backward-input", "backward-weight"):
         sub.add_argument(f"--{name}", type=float, default=1.0, help="time of it for one micro-batch (default 1)")
     sub.add_argument("--send", type=float, default=0.0, help="latency of a message (default 0)")
+    sub.add_argument(
+        "--overlapped", type=float, help="time of a forward run together with a backward (default the sum)"
+    )
     sub.add_argument("--svg", type=Path, help="draw the timeline into this file")
+    sub.add_argument("--csv", type=Path, help="write the plan as torch.distributed.pipelining reads it")
     sub.add_argument("--json", action="store_true", help="print JSON")
     tools.add_parser("plan", help="what a run would take; takes the flags of training and --world-size N")
     sub = tool("tokenize", "turns text (.txt, .jsonl, a folder of them) into Megatron .bin/.idx", _tokenize)
@@ -126,8 +130,8 @@ def _verify(argv: list[str]) -> int:
 
 
 def _schedule(a: argparse.Namespace) -> None:
-    plan = schedules.build(a.name, a.stages, a.microbatches, a.chunks)
-    costs = schedules.Costs(a.forward, a.backward_input, a.backward_weight, a.send)
+    plan = _plan(a)
+    costs = schedules.Costs(a.forward, a.backward_input, a.backward_weight, a.send, a.overlapped)
     timeline = schedules.simulate(plan, costs)
     facts = {
         "makespan": timeline.makespan,
@@ -136,10 +140,23 @@ def _schedule(a: argparse.Namespace) -> None:
         "peak_activations": list(timeline.peak_activations),
         "messages": list(timeline.messages),
     }
+    if a.csv:
+        a.csv.write_text(schedules.to_csv(plan))
     if a.svg:
-        title = f"{a.name}: {a.stages} stages, {a.microbatches} micro-batches"
+        title = f"{Path(a.name).name}: {plan.stages} stages, {plan.microbatches} micro-batches"
         a.svg.write_text(schedules.svg(timeline.spans, title, f"bubble {timeline.bubble:.1%}", ways=plan.ways))
     print(json.dumps(facts) if a.json else "\n".join(f"{name:<17} {value}" for name, value in facts.items()))
+
+
+def _plan(a: argparse.Namespace) -> schedules.Plan:
+    stages, microbatches = a.stages, a.microbatches
+    if a.name.endswith(".csv"):
+        plan = schedules.read_csv(a.name)
+        stages = plan.stages if stages is None else stages
+        microbatches = plan.microbatches if microbatches is None else microbatches
+    if stages is None or microbatches is None:
+        raise ValueError(f"{a.name}: how many? give --stages and --microbatches")
+    return schedules.build(a.name, stages, microbatches, a.chunks)
 
 
 def _tokenize(a: argparse.Namespace) -> None:

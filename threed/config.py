@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from threed import schedules
 from threed.param_groups import ParamGroup as ParamGroup
-from threed.schedules import ScheduleName
 from threed.values import (
     Betas,
     Count,
@@ -32,6 +31,7 @@ from threed.values import (
     PathText,
     Positive,
     RecomputeOps,
+    Schedule,
     ShardSize,
     Share,
     StepRange,
@@ -80,7 +80,9 @@ class ParallelConfig(_Group):
     sequence: Switch | None = Field(
         None, description="slice norms and dropout over tp along the sequence; none: if tp > 1"
     )
-    schedule: ScheduleName = Field("1f1b", description="order of forwards and backwards in the pipeline")
+    schedule: Schedule = Field(
+        "1f1b", description="order of forwards and backwards in the pipeline; of your own: a function or a CSV file"
+    )
     chunks: Count | None = Field(
         None, description="model chunks on each pipeline rank; none: the schedule's own number"
     )
@@ -285,11 +287,19 @@ def derive_dp(config: Config, world_size: int) -> int:
     raise ConfigError([f"{problem}: start {others * dp} ranks, or {others} with --parallel.dp 1"])
 
 
+def count_microbatches(config: Config, dp: int) -> int:
+    """Micro-batches that a data rank runs in a step, of whole ones."""
+    return max(1, config.train.global_batch // (config.train.micro_batch * dp))
+
+
 def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config:
     """Fill in every derived value; `vocab` is the tokenizer's, and dp stays open without a world size.
 
-    What stays None means itself: `train.stop_after`, `data.path`, `zero.nvme_path`, `log.profile_steps`.
+    What stays None means itself: `train.stop_after`, `data.path`, `zero.nvme_path`, `log.profile_steps`. The path of
+    a schedule's file becomes absolute. Raises ConfigError where that file is wrong.
     """
+    parallel = config.parallel.model_copy(update={"schedule": schedules.absolute(config.parallel.schedule)})
+    config = config.model_copy(update={"parallel": parallel})
     updates = {
         "parallel": _resolve_parallel(config, world_size),
         "precision": _resolve_precision(config.precision),
@@ -306,8 +316,13 @@ def _fill(group: BaseModel, values: dict[str, Any]) -> BaseModel:
 
 
 def _resolve_parallel(config: Config, world_size: int | None) -> dict[str, Any]:
-    dp = None if world_size is None else derive_dp(config, world_size)
-    return {"dp": dp, "sequence": config.parallel.tp > 1, "chunks": schedules.own_chunks(config.parallel.schedule)}
+    p, dp = config.parallel, None if world_size is None else derive_dp(config, world_size)
+    sizes = () if dp is None else (p.pp, count_microbatches(config, dp))
+    try:
+        chunks = p.chunks or schedules.own_chunks(p.schedule, *sizes)
+    except ValueError as error:
+        raise ConfigError([f"--parallel.schedule {error}"]) from error
+    return {"dp": dp, "sequence": p.tp > 1, "chunks": chunks}
 
 
 def _resolve_precision(precision: PrecisionConfig) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def _pipeline(forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]]) ->
     planned, ranks = replay(plan, spans), f"{len(spans)} pipeline rank{'s' * (len(spans) > 1)}"
     ends = [end for row in spans for _, _, end in row]
     extent = max(ends) - min(start for row in spans for _, start, _ in row)
-    name, count = forecast.config.parallel.schedule, forecast.microbatches
+    name, count = Path(forecast.config.parallel.schedule).name, forecast.microbatches
     ran = f"measured bubble {span_and_bubble(spans)[1]:.1%}, ideal {forecast.bubble:.1%}; {count} micro-batches"
     due = f"bubble {span_and_bubble(planned)[1]:.1%}: each action takes the mean of its kind, messages take no time"
     return stack([

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from difflib import get_close_matches
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
+from threed import schedules
 from threed.param_groups import ParamGroup, read_groups
 
 
@@ -73,6 +75,17 @@ def _steps(value: object) -> object:
     return (numbers[0], numbers[-1])
 
 
+def _schedule(value: object) -> object:
+    """A name that there is, or the form of a file's; what is in the file is looked at when a run is checked."""
+    names = (*get_args(schedules.ScheduleName), *schedules.available())
+    if isinstance(value, str) and (value in names or schedules.names_file(value)):
+        return value
+    listed = ", ".join(get_args(schedules.ScheduleName))
+    close = get_close_matches(str(value), names, 1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise ValueError(f"must be {listed}, FILE.py:FUNCTION or FILE.csv{hint}")
+
+
 def _optimizer(value: object) -> object:
     if value == "muon":
         raise ValueError(
@@ -108,6 +121,11 @@ ShardSize = Annotated[Literal["all"] | int, _word_or("all", int), Takes("all|N")
 LossScale = Annotated[Literal["dynamic"] | float, _word_or("dynamic", float), Takes("dynamic|X")]
 Betas = Annotated[tuple[Share, Share], BeforeValidator(_betas), Takes("X,X")]
 Optimizer = Annotated[Literal["adamw", "sgd", "lion"], BeforeValidator(_optimizer)]
+Schedule = Annotated[
+    str,
+    BeforeValidator(_schedule),
+    Takes("|".join([*get_args(schedules.ScheduleName), "FILE.py:FUNCTION", "FILE.csv"])),
+]
 ParamGroups = Annotated[
     tuple[ParamGroup, ...], BeforeValidator(read_groups), Takes('"PATTERN: lr=X, weight-decay=X; …"')
 ]

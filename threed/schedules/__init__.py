@@ -5,7 +5,9 @@
     lower(plan)                                         with sends, receives and reductions, for the executor
     svg(simulate(plan, Costs(1, 1, 1)).spans)           a Gantt chart; of measured times too
 
-A schedule of your own is a function (stages, microbatches) -> Plan: `register("mine", fn)`, then use it by name.
+A schedule of your own is a function (stages, microbatches) -> Plan. The decorator `@schedule("mine")` gives it a name.
+Without one, `build` and `--parallel.schedule` find it in its file, as FILE.py:function; and a plan in the CSV text of
+torch.distributed.pipelining as FILE.csv. `to_csv` writes that text.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from functools import partial
+from typing import Literal, NamedTuple, TypeVar, get_args
 
-from threed.schedules import draw
+from threed.schedules import draw, from_file
 from threed.schedules.action import Action, Kind, together
 from threed.schedules.chimera import chimera
 from threed.schedules.draw import stack, svg
 from threed.schedules.dualpipe import dualpipe, dualpipev
+from threed.schedules.from_file import absolute, names_file, read_csv
 from threed.schedules.gpipe import forward_only, gpipe
 from threed.schedules.interleaved import interleaved
 from threed.schedules.legal import legal
@@ -28,15 +32,17 @@ from threed.schedules.one_f_one_b import one_f_one_b
 from threed.schedules.plan import Plan
 from threed.schedules.rendezvous import check_rendezvous, validate
 from threed.schedules.simulate import Costs, Timeline, peak_activations, replay, simulate, span_and_bubble
+from threed.schedules.torch_csv import from_csv, to_csv
 from threed.schedules.v_shape import v_half, v_min, zb_v
 from threed.schedules.zb_auto import planned, zb_auto
 from threed.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
-    "NOT_YET", "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "available", "build",
-    "check_rendezvous", "chimera", "chunks_are_free", "draw", "dualpipe", "dualpipev", "forward_only", "gpipe",
-    "interleaved", "legal", "lower", "one_f_one_b", "own_chunks", "peak_activations", "register", "replay", "simulate",
-    "span_and_bubble", "stack", "svg", "together", "v_half", "v_min", "validate", "zb_auto", "zb_h1", "zb_h2", "zb_v",
+    "NOT_YET", "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "absolute", "available", "build",
+    "check_name", "check_rendezvous", "chimera", "chunks_are_free", "draw", "dualpipe", "dualpipev", "forward_only",
+    "from_csv", "gpipe", "interleaved", "legal", "lower", "names_file", "one_f_one_b", "own_chunks", "peak_activations",
+    "read_csv", "register", "replay", "schedule", "simulate", "span_and_bubble", "stack", "svg", "to_csv", "together",
+    "v_half", "v_min", "validate", "zb_auto", "zb_h1", "zb_h2", "zb_v",
 ]  # fmt: skip
 
 ScheduleName = Literal[
@@ -44,6 +50,9 @@ ScheduleName = Literal[
     "dualpipev", "2bw",
 ]  # fmt: skip
 """All names that a configuration may give; those that cannot be built so far are in NOT_YET."""
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Plan])
 
 
 class _Entry(NamedTuple):
@@ -74,13 +83,24 @@ def available() -> tuple[str, ...]:
     return tuple(_SCHEDULES)
 
 
-def own_chunks(name: str) -> int:
-    """How many chunks a rank has under a schedule where nothing else is asked for; 1 of one that is not there."""
-    entry = _SCHEDULES.get(name)
-    if entry is None or entry.chunks is not None:
-        return 1 if entry is None else entry.chunks or 1
-    third = list(inspect.signature(entry.fn).parameters.values())[2:3]
-    return next((parameter.default for parameter in third if isinstance(parameter.default, int)), 1)
+def own_chunks(name: str, stages: int | None = None, microbatches: int | None = None) -> int | None:
+    """How many chunks a rank has under a schedule where nothing else is asked for; 1 of one that is not there.
+
+    Where the schedule leaves it open its plan says it, for these stages and micro-batches, and it is None while they
+    are not known. Raises ValueError where a schedule's file or plan is wrong.
+    """
+    if name not in _SCHEDULES and not names_file(name):
+        return 1
+    entry = _entry(name)
+    chunks = entry.chunks or _default_chunks(entry.fn)
+    if chunks is None and stages is not None and microbatches is not None:
+        return build(name, stages, microbatches).chunks
+    return chunks
+
+
+def _default_chunks(fn: Callable[..., Plan]) -> int | None:
+    third = list(inspect.signature(fn).parameters.values())[2:3]
+    return next((parameter.default for parameter in third if isinstance(parameter.default, int)), None)
 
 
 def chunks_are_free(name: str) -> bool:
@@ -93,18 +113,36 @@ def register(name: str, fn: Callable[..., Plan], chunks: int | None = 1) -> None
 
     `fn(stages, microbatches)` gives a plan with `chunks` chunks a rank. With chunks=None whoever builds it may
     choose, and then it is `fn(stages, microbatches, chunks)`, or without the last for its own default. Raises
-    ValueError if the name is taken.
+    ValueError if the name is taken, but for the same function of a file that is read again.
     """
-    if name in _SCHEDULES:
+    if name in _SCHEDULES and not _is_again(_SCHEDULES[name].fn, fn):
         raise ValueError(f"schedule {name!r} exists already: register yours under another name")
     _SCHEDULES[name] = _Entry(fn, chunks)
+
+
+def schedule(name: str, chunks: int | None = 1) -> Callable[[_Function], _Function]:
+    """A decorator that makes the function a schedule, as `register` does, and leaves it as it is."""
+
+    def decorate(fn: _Function) -> _Function:
+        register(name, fn, chunks)
+        return fn
+
+    return decorate
+
+
+def _is_again(old: Callable[..., Plan], new: Callable[..., Plan]) -> bool:
+    """Whether both are the same function of a file, which was read twice."""
+    names = {getattr(fn, "__qualname__", None) for fn in (old, new)}
+    files = {getattr(getattr(fn, "__code__", None), "co_filename", None) for fn in (old, new)}
+    return len(names) == len(files) == 1 and None not in names | files and "<lambda>" not in str(names)
 
 
 def build(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Plan:
     """Returns the plan of a schedule: compute actions only, checked to be legal.
 
-    `stages` is the number of pipeline ranks; `chunks` the stages of the model that each holds (default: the
-    schedule's own). Raises ValueError for a name that is not available, and for numbers the schedule cannot have.
+    `name` is one of `available()`, or FILE.py:function or FILE.csv. `stages` is the number of pipeline ranks; `chunks`
+    the stages of the model that each holds (default: the schedule's own). Raises ValueError for a name that is not
+    available, and for numbers the schedule cannot have.
     """
     entry = _entry(name)
     if min(stages, microbatches) < 1:
@@ -117,12 +155,27 @@ def build(name: str, stages: int, microbatches: int, chunks: int | None = None) 
     return plan
 
 
+def check_name(name: str) -> None:
+    """Raises ValueError for a name that `build` knows nothing of, such as that of a file without this function."""
+    _entry(name)
+
+
 def _entry(name: str) -> _Entry:
     if name in _SCHEDULES:
         return _SCHEDULES[name]
+    if names_file(name):
+        return _entry_of_file(name)
     choices = f"available: {', '.join(_SCHEDULES)}"
     if name in NOT_YET:
         raise ValueError(f"schedule {name!r} is not in this version; {choices}")
     close = difflib.get_close_matches(name, _SCHEDULES, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise ValueError(f"there is no schedule {name!r}: {hint}{choices}")
+
+
+def _entry_of_file(name: str) -> _Entry:
+    if name.endswith(".csv"):
+        return _Entry(partial(from_file.plan_of, name, None), read_csv(name).chunks)
+    fn = from_file.find(name, lambda: {key: entry.fn for key, entry in _SCHEDULES.items()})
+    chunks = next((entry.chunks for entry in _SCHEDULES.values() if entry.fn is fn), None)
+    return _Entry(partial(from_file.plan_of, name, fn), chunks)

@@ -7,9 +7,10 @@ where transfers block both sides, and no gradient summed before it is complete.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from threed.schedules.action import COMPUTE, PER_CHUNK, Action, Kind
+from threed.schedules.action import COMPUTE, PER_CHUNK, RECEIVES, SENDS, Action, Kind
 from threed.schedules.plan import Plan
 
 _NOTHING, _FORWARD, _INPUT, _DONE = range(4)  # what a rank has done of a micro-batch on a chunk
@@ -19,6 +20,7 @@ _STEP = {
     Kind.I: (_FORWARD, _INPUT),
     Kind.W: (_INPUT, _DONE),
 }
+_COMMUNICATION = SENDS | RECEIVES | PER_CHUNK
 _REQUIRED_BEFORE = {Kind.F: None, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
 
 
@@ -26,7 +28,8 @@ def legal(plan: Plan) -> None:
     """Checks that every stage computes every micro-batch once and in order.
 
     Each (stage, micro-batch) has one F, and then one B or one I and W; or F alone everywhere. In a bidirectional plan a
-    micro-batch does so on all stages of one way. Raises ValueError naming rank and action.
+    micro-batch does so on all stages of one way. With reductions or gathers, every rank has all of them. Raises
+    ValueError naming rank and action.
     """
     if min(plan.stages, plan.microbatches, plan.chunks) < 1:
         raise ValueError(f"plan {plan.name}: stages, micro-batches and chunks must be at least 1")
@@ -35,9 +38,11 @@ def legal(plan: Plan) -> None:
     _check_placement(plan)
     done = [_walk(plan, rank) for rank in range(plan.stages)]
     _check_complete(plan, done)
-    for rank, actions in enumerate(plan.ranks):
-        if any(action.kind in PER_CHUNK for action in actions):
-            _check_reductions(plan, rank)
+    kinds = {action.kind for actions in plan.ranks for action in actions}
+    if not kinds.isdisjoint(PER_CHUNK):
+        check_reductions(plan)
+    if Kind.GATHER in kinds:
+        _check_gathers(plan)
 
 
 def _check_placement(plan: Plan) -> None:
@@ -64,6 +69,9 @@ def _walk(plan: Plan, rank: int) -> list[int]:
     for number, action in enumerate(plan.ranks[rank]):
         kind, microbatch, chunk, beside = action
         if kind not in COMPUTE:
+            known = kind in _COMMUNICATION and beside is None and 0 <= chunk < chunks
+            if not known or (microbatch == -1 if kind not in PER_CHUNK else microbatch != -1):
+                raise _wrong_communication(plan, rank, action)
             continue
         if kind is Kind.FB or beside is not None:
             _check_pair(plan, rank, action)
@@ -99,6 +107,15 @@ def _wrong(plan: Plan, rank: int, number: int, action: Action) -> ValueError:
     return ValueError(f"{where}: this micro-batch already had its backward; it is one B, or one I and one W")
 
 
+def _wrong_communication(plan: Plan, rank: int, action: Action) -> ValueError:
+    where = f"plan {plan.name}: rank {rank}: {action}"
+    if action.kind not in _COMMUNICATION or action.beside is not None:
+        return ValueError(f"{where}: there is no action of kind {action.kind} with parts {action.parts}")
+    if not 0 <= action.chunk < plan.chunks:
+        return ValueError(f"{where}: there are {plan.chunks} chunks and {plan.microbatches} micro-batches")
+    return ValueError(f"{where}: its micro-batch is {action.microbatch}; it is -1 of what concerns a whole chunk")
+
+
 def _check_complete(plan: Plan, done: Sequence[Sequence[int]]) -> None:
     whole = _FORWARD if plan.forward_only else _DONE
     count = plan.microbatches
@@ -124,24 +141,42 @@ def _way(plan: Plan, done: Sequence[Sequence[int]], microbatch: int) -> int:
     return int(done[rank][chunk * plan.microbatches + microbatch] != _NOTHING)
 
 
-def _check_reductions(plan: Plan, rank: int) -> None:
-    """In a plan with communication each chunk is reduced once, when its gradients are complete."""
-    left = dict.fromkeys(range(plan.chunks), 0)
-    ends = [part for action in plan.ranks[rank] for part in action.parts if part.kind in (Kind.B, Kind.W)]
-    for part in ends:
-        left[part.chunk] += 1
-    used = {chunk for chunk, count in left.items() if count}
-    for action in plan.ranks[rank]:
-        for part in action.parts:
+def check_reductions(plan: Plan) -> None:
+    """Checks that each chunk with gradients is reduced once, when they are complete. Raises ValueError naming rank and
+    action."""
+    for rank, actions in enumerate(plan.ranks):
+        parts = [part for action in actions for part in action.parts]
+        left = Counter(part.chunk for part in parts if part.kind in (Kind.B, Kind.W))
+        used = set(left)
+        for part in parts:
             if part.kind in (Kind.B, Kind.W):
                 left[part.chunk] -= 1
-        if action.kind is not Kind.REDUCE:
-            continue
-        where = f"plan {plan.name}: rank {rank}: {action}"
-        if action.chunk not in used:
-            raise ValueError(f"{where}: this chunk has no gradients, or they were reduced before")
-        if left[action.chunk]:
-            raise ValueError(f"{where} appears before the last weight gradient of chunk {action.chunk}")
-        used.discard(action.chunk)
-    if used:
-        raise ValueError(f"plan {plan.name}: rank {rank}: {Action(Kind.REDUCE, -1, min(used))} is missing")
+            if part.kind is not Kind.REDUCE:
+                continue
+            where = f"plan {plan.name}: rank {rank}: {part}"
+            if part.chunk not in used:
+                raise ValueError(f"{where}: this chunk has no gradients, or they were reduced before")
+            if left[part.chunk]:
+                raise ValueError(f"{where} appears before the last weight gradient of chunk {part.chunk}")
+            used.discard(part.chunk)
+        if used:
+            raise ValueError(f"plan {plan.name}: rank {rank}: {Action(Kind.REDUCE, -1, min(used))} is missing")
+
+
+def _check_gathers(plan: Plan) -> None:
+    """Where one F, B or I has its gather, all have: after the compute action before, for W needs no parameters."""
+    for rank, actions in enumerate(plan.ranks):
+        begun: list[int] = []
+        for action in actions:
+            if action.kind is Kind.GATHER:
+                begun.append(action.chunk)
+            if action.kind not in COMPUTE:
+                continue
+            needed = [part.chunk for part in action.parts if part.kind is not Kind.W]
+            if begun != needed and sorted(begun) != sorted(needed):
+                found = f"gathers chunks {begun} before {action}, which needs {needed}"
+                raise ValueError(f"plan {plan.name}: rank {rank} {found}")
+            begun.clear()
+        if begun:
+            action = Action(Kind.GATHER, -1, begun[0])
+            raise ValueError(f"plan {plan.name}: rank {rank}: {action}: no compute action comes after it")

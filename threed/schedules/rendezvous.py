@@ -10,7 +10,7 @@ ahead. REDUCE and GATHER concern other groups of ranks and are passed over here.
 from __future__ import annotations
 
 from threed.schedules.action import COMPUTE, RECEIVES, SENDS, Action, Kind
-from threed.schedules.legal import legal
+from threed.schedules.legal import check_reductions, legal
 from threed.schedules.plan import Plan
 from threed.schedules.play import play
 
@@ -109,3 +109,4 @@ def validate(plan: Plan) -> None:
     play(plan, lambda *_: 1.0)
     if any(action.kind not in COMPUTE for actions in plan.ranks for action in actions):
         check_rendezvous(plan)
+        check_reductions(plan)

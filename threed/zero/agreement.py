@@ -1,4 +1,4 @@
-"""Checks that ranks have the same configuration and buckets, before any collective depends on it."""
+"""Checks that ranks have the same configuration, plan and buckets, before any collective depends on it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 
 from threed import collectives
 from threed.config import Config
+from threed.schedules import Plan
 from threed.topology import Axis, Topology
 from threed.zero.layout import Layout
 
@@ -19,6 +20,17 @@ def check_configuration(config: Config, world: Axis) -> None:
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             raise ValueError(f"rank {rank} runs another configuration than rank 0: start all ranks with the same flags")
+
+
+def check_plan(plan: Plan, world: Axis) -> None:
+    """Checks that all ranks have the same plan, where a user's file makes it: of two plans, each waits for messages
+    that the other never sends. Raises ValueError naming the rank. Collective."""
+    mine = hashlib.sha256(f"{plan.placement} {plan.ways}\n{plan}".encode()).hexdigest()
+    everyone = collectives.exchange(mine, world)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            fix = "its file or function must give the same on all ranks"
+            raise ValueError(f"rank {rank} has another plan of schedule {plan.name} than rank 0: {fix}")
 
 
 def check_buckets(layout: Layout, topology: Topology) -> None:
