@@ -80,6 +80,7 @@ class _Search:
     def __init__(self, flow: Flow, limit: int):
         self.flow, self.limit = flow, limit
         self.left = float(EFFORT)
+        self.bound = max(_least(flow, rank) for rank in range(flow.ranks))
         self.found: _Found | None = None
 
     @property
@@ -88,9 +89,14 @@ class _Search:
             raise ValueError(f"schedule zb-auto: no plan found within {self.limit} chunks of a micro-batch a rank")
         return self.found
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing can end earlier, or no more may be tried."""
+        return self.found is not None and (self.left <= 0 or self.best.filled.makespan <= self.bound * (1 + 1e-9))
+
     def attempt(self, orders: Orders | None, patience: float, source: _Shape | None = None) -> _Found | None:
-        """Plays orders out; what came of it, if it could be played."""
-        if orders is None or (self.left <= 0 and self.found):
+        """Plays orders out; what came of it, if it could be played and there was reason to."""
+        if orders is None or self.over:
             return None
         self.left -= 3 * self.flow.forwards * self.flow.microbatches
         filled = fill(self.flow, orders, self.limit, patience)
@@ -100,6 +106,13 @@ class _Search:
         if filled.beats(self.found and self.found.filled):
             self.found = found
         return found
+
+
+def _least(flow: Flow, rank: int) -> float:
+    """No plan ends earlier: the first micro-batch's way to this rank, and all the rank's work."""
+    positions = flow.positions(rank)
+    arrival = sum(flow.time[: positions[0]]) + sum(flow.travel[: positions[0] + 1])
+    return arrival + flow.microbatches * sum(flow.time[p] + flow.weight[p] for p in positions)
 
 
 # --- one chunk -------------------------------------------------------------------------------------------------------
@@ -183,7 +196,7 @@ def _beginnings(flow: Flow, limit: int) -> Iterator[tuple[int, ...]]:
 def _climb(search: _Search, start: _Found) -> None:
     """One forward more or less on a rank, at the beginning, the end or both, as long as that ends earlier."""
     best, before = start, None
-    while best is not before and search.left > 0:
+    while best is not before and not search.over:
         before = best
         for rank, which, change in product(reversed(range(search.flow.ranks)), ((0,), (1,), (0, 1)), (-1, 1)):
             if best.source is None:
@@ -220,7 +233,7 @@ def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
     hops = sorted((1, 2, 3, 4, 5), key=lambda hop: abs(hop - fitting))
     yield from (orders_of(flows[0], Variant(hop, tight=True), limit) for hop in hops)
     for hop, flow, extra, eager, balanced in product(hops, flows, (3, 9), (True, False), (False, True)):
-        if search.left <= 0:
+        if search.over:
             return
         search.left -= 9 * flow.forwards * flow.microbatches  # list scheduling takes three times as long as filling
         yield orders_of(flow, Variant(hop, extra, 0, balanced, eager), limit)
