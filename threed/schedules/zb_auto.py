@@ -20,6 +20,7 @@ from typing import NamedTuple
 from threed.schedules.flow import Filled, Flow, Orders, fill, one_chunk, to_plan, v_shape
 from threed.schedules.one_f_one_b import one_f_one_b
 from threed.schedules.plan import Plan
+from threed.schedules.rounds import round_orders
 from threed.schedules.simulate import Costs, simulate
 from threed.schedules.v_shape import Variant, orders_of, phases
 from threed.schedules.zero_bubble import zb_h1, zb_h2
@@ -147,6 +148,11 @@ class _Shape(NamedTuple):
 def _search_one(search: _Search) -> None:
     flow, limit = search.flow, search.limit
     plain = _play(search, [_Shape(begin, begin) for begin in _beginnings(flow, limit)], (0.0, inf))
+    for found, eager in product(heapq.nsmallest(16, plain, key=_makespan), (True, False)):
+        orders = round_orders(flow, limit, found.source.begin, eager) if found.source and not search.over else None
+        search.left -= 6 * flow.ranks * flow.microbatches  # making these takes twice as long as filling
+        for patience in (0.0, inf):
+            search.attempt(orders, patience)
     bent = [
         _Shape(found.source.begin, tuple(ceil(slope * (flow.ranks - rank)) for rank in range(flow.ranks)), bend)
         for found, slope, bend in product(heapq.nsmallest(6, plain, key=_makespan), (1, 1.25, 1.5, 1.75), (0.5, 1))
