@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import zero_bubble_peers
 from threed import schedules
 from threed.schedules import Costs, Plan, Timeline, build, lower, one_f_one_b, simulate, validate, zb_auto, zb_h1, zb_h2
 from threed.schedules.flow import Flow, fill, one_chunk, to_plan, v_shape
@@ -194,6 +196,13 @@ def test_zb_auto_reaches_the_least_possible_makespan_at_measured_times() -> None
         assert simulate(zb_auto(p, m, costs, limit=2 * p), costs).makespan == pytest.approx(least, rel=1e-9)
 
 
+def test_zb_auto_leaves_forwards_out_where_messages_are_long() -> None:
+    """What the heuristic of sail-sg/zero-bubble-pipeline-parallelism reaches with this memory; 334 without skipping."""
+    costs = Costs(10, 14, 10, send=5)
+    assert simulate(zb_auto(4, 8, costs, limit=6), costs).makespan <= 324
+    assert simulate(zb_auto(6, 12, costs, limit=9), costs).makespan <= 498
+
+
 def test_zb_auto_refuses_what_it_cannot_plan() -> None:
     with pytest.raises(ValueError, match=r"limit is 0\.5; a rank holds at least 1 micro-batch"):
         zb_auto(2, 4, limit=0.5)
@@ -201,6 +210,11 @@ def test_zb_auto_refuses_what_it_cannot_plan() -> None:
         schedules.build("zb-auto", 2, 4, chunks=3)
     with pytest.raises(ValueError, match="3 values for the 2 stages"):
         zb_auto(2, 4, Costs((1.0, 2.0, 3.0), 1, 1))
+
+
+def test_the_comparison_with_sail_sg_refuses_a_folder_that_is_not_theirs(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"has no zbv_greedy\.py: give the path of a working tree of https://github"):
+        zero_bubble_peers.main([str(tmp_path)])
 
 
 # --- placing W -------------------------------------------------------------------------------------------------------

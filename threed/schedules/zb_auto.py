@@ -2,10 +2,11 @@
 
 Use: `zb_auto(stages=4, microbatches=8, costs=Costs(1.0, 1.2, 0.8, send=0.1), limit=6)`.
 
-Phases: many orders of forwards and backwards, each with its W placed by `flow.fill`; the best few changed rank by rank
-while that helps. With one chunk a rank the orders are 1F1B's with other numbers of forwards at the beginning, which
-grow from the last rank to the first, and shrink again before the end. With two chunks they are those of ZB-V, V-Half
-and V-Min and of other patterns of this kind. Sources: arXiv 2401.10241, section 3; arXiv 2405.15362.
+Phases: many orders of forwards and backwards, each with its W placed by `flow.fill`, until nothing can end earlier or
+EFFORT is spent. With one chunk a rank the orders are 1F1B's with other numbers of forwards at the beginning, which grow
+from the last rank to the first and may shrink before the end; the best few are then changed rank by rank while that
+helps. With two chunks they are those of ZB-V, V-Half and V-Min and of other patterns of this kind. Sources: arXiv
+2401.10241, section 3; arXiv 2405.15362.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ def zb_auto(
 ) -> Plan:
     """Returns the plan with the smallest makespan found at these costs, with at most `limit` activations on a rank.
 
-    costs: measured ones; by default F, I and W take equal times and messages none. limit: micro-batches over all chunks
-    of the rank, from F to the end of W; by default ZB-H2's 2 * stages - 1, and with two chunks ZB-V's `stages`. With
-    one chunk the plan ends no later than 1F1B, ZB-H1 and ZB-H2 where these keep to the limit. Raises ValueError for a
-    limit below 1, for more than two chunks, and for costs that do not fit.
+    It is looked for, not proven to be the best. costs: measured ones; by default F, I and W take equal times and
+    messages none. limit: micro-batches over all chunks of the rank, from F to the end of W; by default ZB-H2's
+    2 * stages - 1, and with two chunks ZB-V's `stages`. With one chunk the plan ends no later than 1F1B, ZB-H1 and
+    ZB-H2 where these keep to the limit. Raises ValueError for a limit below 1, for more than two chunks, and for costs
+    that do not fit.
     """
     if chunks not in (1, 2):
         raise ValueError(f"schedule zb-auto: chunks is {chunks}; it plans 1, or 2 in the shape of a V")
@@ -45,7 +47,7 @@ def zb_auto(
         raise ValueError(f"schedule zb-auto: limit is {limit}; a rank holds at least 1 micro-batch")
     costs = costs or Costs(1, 1, 1)
     flow = Flow.of(one_chunk(stages) if chunks == 1 else v_shape(stages), microbatches, costs)
-    search = _Search(flow, min(microbatches * chunks, floor(limit * chunks)))
+    search = _Search(flow, floor(min(limit, microbatches) * chunks))
     if chunks == 2:
         _search_v(search, costs)
         return to_plan("zb-auto", flow, search.best.filled)
@@ -71,7 +73,7 @@ class _Found(NamedTuple):
     """An order that was played out, what it was made from, and the patience with which."""
 
     filled: Filled
-    source: _Shape | None
+    shape: _Shape | None
     patience: float
 
 
@@ -95,7 +97,7 @@ class _Search:
         """Whether nothing can end earlier, or no more may be tried."""
         return self.found is not None and (self.left <= 0 or self.best.filled.makespan <= self.bound * (1 + 1e-9))
 
-    def attempt(self, orders: Orders | None, patience: float, source: _Shape | None = None) -> _Found | None:
+    def attempt(self, orders: Orders | None, patience: float, shape: _Shape | None = None) -> _Found | None:
         """Plays orders out; what came of it, if it could be played and there was reason to."""
         if orders is None or self.over:
             return None
@@ -103,7 +105,7 @@ class _Search:
         filled = fill(self.flow, orders, self.limit, patience)
         if filled is None:
             return None
-        found = _Found(filled, source, patience)
+        found = _Found(filled, shape, patience)
         if filled.beats(self.found and self.found.filled):
             self.found = found
         return found
@@ -148,20 +150,22 @@ class _Shape(NamedTuple):
 def _search_one(search: _Search) -> None:
     flow, limit = search.flow, search.limit
     plain = _play(search, [_Shape(begin, begin) for begin in _beginnings(flow, limit)], (0.0, inf))
-    for found, eager in product(heapq.nsmallest(16, plain, key=_makespan), (True, False)):
-        orders = round_orders(flow, limit, found.source.begin, eager) if found.source and not search.over else None
-        search.left -= 6 * flow.ranks * flow.microbatches  # making these takes twice as long as filling
-        for patience in (0.0, inf):
-            search.attempt(orders, patience)
+    begins = dict.fromkeys(found.shape.begin for found in heapq.nsmallest(16, plain, key=_makespan) if found.shape)
+    for begin, eager in product(begins, (True, False)):
+        if not search.over:
+            orders = round_orders(flow, limit, begin, eager)
+            search.left -= 6 * flow.ranks * flow.microbatches  # making these takes twice as long as filling
+            for patience in (0.0, inf):
+                search.attempt(orders, patience)
     bent = [
-        _Shape(found.source.begin, tuple(ceil(slope * (flow.ranks - rank)) for rank in range(flow.ranks)), bend)
+        _Shape(found.shape.begin, tuple(ceil(slope * (flow.ranks - rank)) for rank in range(flow.ranks)), bend)
         for found, slope, bend in product(heapq.nsmallest(6, plain, key=_makespan), (1, 1.25, 1.5, 1.75), (0.5, 1))
-        if found.source
+        if found.shape
     ]
     pool = _play(search, bent, (0.0, inf))
     for found in heapq.nsmallest(4, plain + pool, key=_makespan):
         idle = max(found.filled.idle)
-        _play(search, [found.source] if found.source else [], (idle, idle / 2, idle / 4))
+        _play(search, [found.shape] if found.shape else [], (idle, idle / 2, idle / 4))
     starts = heapq.nsmallest(8, plain, key=_makespan) + heapq.nsmallest(8, pool, key=_makespan)
     for start in [search.best, *sorted(starts, key=_makespan)]:
         _climb(search, start)
@@ -205,13 +209,13 @@ def _climb(search: _Search, start: _Found) -> None:
     while best is not before and not search.over:
         before = best
         for rank, which, change in product(reversed(range(search.flow.ranks)), ((0,), (1,), (0, 1)), (-1, 1)):
-            if best.source is None:
+            if best.shape is None:
                 return
-            numbers = [list(best.source.begin), list(best.source.end)]
+            numbers = [list(best.shape.begin), list(best.shape.end)]
             for part in which:
                 numbers[part][rank] = min(search.limit, max(1, numbers[part][rank] + change))
-            shape = _Shape(tuple(numbers[0]), tuple(numbers[1]), best.source.bend)
-            for found in _play(search, [shape], tuple({best.patience, 0.0})):
+            shape = _Shape(tuple(numbers[0]), tuple(numbers[1]), best.shape.bend)
+            for found in _play(search, [shape], tuple(dict.fromkeys((best.patience, 0.0)))):
                 if found.filled.beats(best.filled):
                     best = found
 
@@ -232,7 +236,7 @@ def _search_v(search: _Search, costs: Costs) -> None:
 
 
 def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
-    """Those of ZB-V, then of patterns whose memory is nearest to the limit, in equal and in real times."""
+    """Those of ZB-V, then of patterns whose memory is nearest to the limit, in the times of each of these flows."""
     limit, ranks = search.limit, search.flow.ranks
     yield phases(flows[0])
     fitting = 3 * limit / ranks - 1
