@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import zero_bubble_peers
 from threed import schedules
 from threed.schedules import Costs, Plan, Timeline, build, lower, one_f_one_b, simulate, validate, zb_auto, zb_h1, zb_h2
 from threed.schedules.flow import Flow, fill, one_chunk, to_plan, v_shape
@@ -76,11 +78,6 @@ def test_bubble_and_peak_of_zb_h1_and_zb_h2_are_the_formulas() -> None:
 # --- two chunks a rank, in a V ---------------------------------------------------------------------------------------
 
 
-def one_f_one_b_waits(p: int) -> int:
-    """In times of one chunk's F, I or W."""
-    return 6 * (p - 1)
-
-
 @pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min"])
 def test_peaks_of_v_shapes_are_the_formulas(name: str) -> None:
     """p, floor((p+2)/2) and floor((p+4)/3) micro-batches (arXiv 2405.15362); no more than there are micro-batches."""
@@ -100,12 +97,12 @@ def test_zb_v_does_not_wait_where_f_i_and_w_are_equal() -> None:
             assert timeline.bubble == 0 or m < 2 * p
 
 
-def test_v_half_and_v_min_wait_half_and_two_thirds_of_what_1f1b_does() -> None:
-    """Approximate: the paper's own figures are; here at most 1 % and 4 % above, from 4 ranks on (measured)."""
-    for p in (4, 5, 6, 7, 10, 13, 16):
+def test_v_half_and_v_min_wait_at_most_half_and_two_thirds_of_what_1f1b_does() -> None:
+    """The papers say about a half and two thirds, an approximate reference: bounds, not formulas. 1F1B: 6(p-1)."""
+    for p in (2, 3, 4, 5, 6, 7, 10, 13):
         half, least = (simulate(build(name, p, 2 * p), CHUNK) for name in ("v-half", "v-min"))
-        assert half.bubble * half.span <= 0.51 * one_f_one_b_waits(p) * 0.93 + 1 or p < 4
-        assert least.bubble * least.span <= 0.67 * one_f_one_b_waits(p)
+        assert half.bubble * half.span <= 3 * (p - 1) + 1e-9
+        assert least.bubble * least.span <= 4 * (p - 1) + 1e-9
 
 
 def test_the_v_placement_has_first_and_last_stage_on_rank_0() -> None:
@@ -150,6 +147,8 @@ def test_formulas_hold_up_to_32_ranks() -> None:
                 name: LIMITS[name](p) for name in played
             }
             assert played["zb-v"].bubble == 0
+            assert played["v-half"].bubble * played["v-half"].span <= 3 * (p - 1) + 1e-9
+            assert played["v-min"].bubble * played["v-min"].span <= 4 * (p - 1) + 1e-9
             assert played["zb-v"].makespan == 6 * m + p - 1
 
 
@@ -189,11 +188,19 @@ def test_zb_auto_waits_for_nothing_where_memory_and_times_allow() -> None:
     assert simulate(zb_auto(4, 12, chunks=2), CHUNK).makespan == 12 * 6 + 3
 
 
-def test_zb_auto_beats_the_fixed_schedules_at_measured_times() -> None:
-    for p, m, f, b, w, send, *_ in PUBLISHED[:1]:
+def test_zb_auto_reaches_the_least_possible_makespan_at_measured_times() -> None:
+    """With 2p micro-batches of memory: the way to the last rank, and all its work (arXiv 2401.10241, ZB-2p)."""
+    for p, m, f, b, w, send, *_ in (PUBLISHED[0], PUBLISHED[3]):
         costs = Costs(f, b, w, send=send)
-        fixed = simulate(zb_h2(p, m), costs)
-        assert simulate(zb_auto(p, m, costs, limit=2 * p), costs).makespan < 0.96 * fixed.makespan
+        least = (p - 1) * (f + send) + m * (f + b + w)
+        assert simulate(zb_auto(p, m, costs, limit=2 * p), costs).makespan == pytest.approx(least, rel=1e-9)
+
+
+def test_zb_auto_leaves_forwards_out_where_messages_are_long() -> None:
+    """What the heuristic of sail-sg/zero-bubble-pipeline-parallelism reaches with this memory; 334 without skipping."""
+    costs = Costs(10, 14, 10, send=5)
+    assert simulate(zb_auto(4, 8, costs, limit=6), costs).makespan <= 324
+    assert simulate(zb_auto(6, 12, costs, limit=9), costs).makespan <= 498
 
 
 def test_zb_auto_refuses_what_it_cannot_plan() -> None:
@@ -203,6 +210,11 @@ def test_zb_auto_refuses_what_it_cannot_plan() -> None:
         schedules.build("zb-auto", 2, 4, chunks=3)
     with pytest.raises(ValueError, match="3 values for the 2 stages"):
         zb_auto(2, 4, Costs((1.0, 2.0, 3.0), 1, 1))
+
+
+def test_the_comparison_with_sail_sg_refuses_a_folder_that_is_not_theirs(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"has no zbv_greedy\.py: give the path of a working tree of https://github"):
+        zero_bubble_peers.main([str(tmp_path)])
 
 
 # --- placing W -------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def _first_to_end(unit: Flow, candidates: Iterable[Orders | None], limit: int) -
         filled = None if orders is None else fill(unit, orders, limit)
         if filled is not None and filled.beats(best):
             best = filled
-        if best is not None and placed >= _EFFORT:
+        if best is not None and (placed >= _EFFORT or not any(best.idle)):
             break
     if best is None:
         raise ValueError(f"no order of {unit.microbatches} micro-batches on {unit.ranks} ranks keeps to {limit} chunks")

@@ -2,10 +2,11 @@
 
 Use: `zb_auto(stages=4, microbatches=8, costs=Costs(1.0, 1.2, 0.8, send=0.1), limit=6)`.
 
-Phases: many orders of forwards and backwards, each with its W placed by `flow.fill`; the best few changed rank by rank
-while that helps. With one chunk a rank the orders are 1F1B's with other numbers of forwards at the beginning, which
-grow from the last rank to the first, and shrink again before the end. With two chunks they are those of ZB-V, V-Half
-and V-Min and of other patterns of this kind. Sources: arXiv 2401.10241, section 3; arXiv 2405.15362.
+Phases: many orders of forwards and backwards, each with its W placed by `flow.fill`, until nothing can end earlier or
+EFFORT is spent. With one chunk a rank the orders are 1F1B's with other numbers of forwards at the beginning, which grow
+from the last rank to the first and may shrink before the end; the best few are then changed rank by rank while that
+helps. With two chunks they are those of ZB-V, V-Half and V-Min and of other patterns of this kind. Sources: arXiv
+2401.10241, section 3; arXiv 2405.15362.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from threed.schedules.flow import Filled, Flow, Orders, fill, one_chunk, to_plan, v_shape
 from threed.schedules.one_f_one_b import one_f_one_b
 from threed.schedules.plan import Plan
+from threed.schedules.rounds import round_orders
 from threed.schedules.simulate import Costs, simulate
 from threed.schedules.v_shape import Variant, orders_of, phases
 from threed.schedules.zero_bubble import zb_h1, zb_h2
@@ -32,10 +34,11 @@ def zb_auto(
 ) -> Plan:
     """Returns the plan with the smallest makespan found at these costs, with at most `limit` activations on a rank.
 
-    costs: measured ones; by default F, I and W take equal times and messages none. limit: micro-batches over all chunks
-    of the rank, from F to the end of W; by default ZB-H2's 2 * stages - 1, and with two chunks ZB-V's `stages`. With
-    one chunk the plan ends no later than 1F1B, ZB-H1 and ZB-H2 where these keep to the limit. Raises ValueError for a
-    limit below 1, for more than two chunks, and for costs that do not fit.
+    It is looked for, not proven to be the best. costs: measured ones; by default F, I and W take equal times and
+    messages none. limit: micro-batches over all chunks of the rank, from F to the end of W; by default ZB-H2's
+    2 * stages - 1, and with two chunks ZB-V's `stages`. With one chunk the plan ends no later than 1F1B, ZB-H1 and
+    ZB-H2 where these keep to the limit. Raises ValueError for a limit below 1, for more than two chunks, and for costs
+    that do not fit.
     """
     if chunks not in (1, 2):
         raise ValueError(f"schedule zb-auto: chunks is {chunks}; it plans 1, or 2 in the shape of a V")
@@ -44,7 +47,7 @@ def zb_auto(
         raise ValueError(f"schedule zb-auto: limit is {limit}; a rank holds at least 1 micro-batch")
     costs = costs or Costs(1, 1, 1)
     flow = Flow.of(one_chunk(stages) if chunks == 1 else v_shape(stages), microbatches, costs)
-    search = _Search(flow, min(microbatches * chunks, floor(limit * chunks)))
+    search = _Search(flow, floor(min(limit, microbatches) * chunks))
     if chunks == 2:
         _search_v(search, costs)
         return to_plan("zb-auto", flow, search.best.filled)
@@ -70,7 +73,7 @@ class _Found(NamedTuple):
     """An order that was played out, what it was made from, and the patience with which."""
 
     filled: Filled
-    source: _Shape | None
+    shape: _Shape | None
     patience: float
 
 
@@ -80,6 +83,7 @@ class _Search:
     def __init__(self, flow: Flow, limit: int):
         self.flow, self.limit = flow, limit
         self.left = float(EFFORT)
+        self.bound = max(_least(flow, rank) for rank in range(flow.ranks))
         self.found: _Found | None = None
 
     @property
@@ -88,18 +92,30 @@ class _Search:
             raise ValueError(f"schedule zb-auto: no plan found within {self.limit} chunks of a micro-batch a rank")
         return self.found
 
-    def attempt(self, orders: Orders | None, patience: float, source: _Shape | None = None) -> _Found | None:
-        """Plays orders out; what came of it, if it could be played."""
-        if orders is None or (self.left <= 0 and self.found):
+    @property
+    def over(self) -> bool:
+        """Whether nothing can end earlier, or no more may be tried."""
+        return self.found is not None and (self.left <= 0 or self.best.filled.makespan <= self.bound * (1 + 1e-9))
+
+    def attempt(self, orders: Orders | None, patience: float, shape: _Shape | None = None) -> _Found | None:
+        """Plays orders out; what came of it, if it could be played and there was reason to."""
+        if orders is None or self.over:
             return None
         self.left -= 3 * self.flow.forwards * self.flow.microbatches
         filled = fill(self.flow, orders, self.limit, patience)
         if filled is None:
             return None
-        found = _Found(filled, source, patience)
+        found = _Found(filled, shape, patience)
         if filled.beats(self.found and self.found.filled):
             self.found = found
         return found
+
+
+def _least(flow: Flow, rank: int) -> float:
+    """No plan ends earlier: the first micro-batch's way to this rank, and all the rank's work."""
+    positions = flow.positions(rank)
+    arrival = sum(flow.time[: positions[0]]) + sum(flow.travel[: positions[0] + 1])
+    return arrival + flow.microbatches * sum(flow.time[p] + flow.weight[p] for p in positions)
 
 
 # --- one chunk -------------------------------------------------------------------------------------------------------
@@ -134,15 +150,22 @@ class _Shape(NamedTuple):
 def _search_one(search: _Search) -> None:
     flow, limit = search.flow, search.limit
     plain = _play(search, [_Shape(begin, begin) for begin in _beginnings(flow, limit)], (0.0, inf))
+    begins = dict.fromkeys(found.shape.begin for found in heapq.nsmallest(16, plain, key=_makespan) if found.shape)
+    for begin, eager in product(begins, (True, False)):
+        if not search.over:
+            orders = round_orders(flow, limit, begin, eager)
+            search.left -= 6 * flow.ranks * flow.microbatches  # making these takes twice as long as filling
+            for patience in (0.0, inf):
+                search.attempt(orders, patience)
     bent = [
-        _Shape(found.source.begin, tuple(ceil(slope * (flow.ranks - rank)) for rank in range(flow.ranks)), bend)
+        _Shape(found.shape.begin, tuple(ceil(slope * (flow.ranks - rank)) for rank in range(flow.ranks)), bend)
         for found, slope, bend in product(heapq.nsmallest(6, plain, key=_makespan), (1, 1.25, 1.5, 1.75), (0.5, 1))
-        if found.source
+        if found.shape
     ]
     pool = _play(search, bent, (0.0, inf))
     for found in heapq.nsmallest(4, plain + pool, key=_makespan):
         idle = max(found.filled.idle)
-        _play(search, [found.source] if found.source else [], (idle, idle / 2, idle / 4))
+        _play(search, [found.shape] if found.shape else [], (idle, idle / 2, idle / 4))
     starts = heapq.nsmallest(8, plain, key=_makespan) + heapq.nsmallest(8, pool, key=_makespan)
     for start in [search.best, *sorted(starts, key=_makespan)]:
         _climb(search, start)
@@ -183,16 +206,16 @@ def _beginnings(flow: Flow, limit: int) -> Iterator[tuple[int, ...]]:
 def _climb(search: _Search, start: _Found) -> None:
     """One forward more or less on a rank, at the beginning, the end or both, as long as that ends earlier."""
     best, before = start, None
-    while best is not before and search.left > 0:
+    while best is not before and not search.over:
         before = best
         for rank, which, change in product(reversed(range(search.flow.ranks)), ((0,), (1,), (0, 1)), (-1, 1)):
-            if best.source is None:
+            if best.shape is None:
                 return
-            numbers = [list(best.source.begin), list(best.source.end)]
+            numbers = [list(best.shape.begin), list(best.shape.end)]
             for part in which:
                 numbers[part][rank] = min(search.limit, max(1, numbers[part][rank] + change))
-            shape = _Shape(tuple(numbers[0]), tuple(numbers[1]), best.source.bend)
-            for found in _play(search, [shape], tuple({best.patience, 0.0})):
+            shape = _Shape(tuple(numbers[0]), tuple(numbers[1]), best.shape.bend)
+            for found in _play(search, [shape], tuple(dict.fromkeys((best.patience, 0.0)))):
                 if found.filled.beats(best.filled):
                     best = found
 
@@ -213,14 +236,14 @@ def _search_v(search: _Search, costs: Costs) -> None:
 
 
 def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
-    """Those of ZB-V, then of patterns whose memory is nearest to the limit, in equal and in real times."""
+    """Those of ZB-V, then of patterns whose memory is nearest to the limit, in the times of each of these flows."""
     limit, ranks = search.limit, search.flow.ranks
     yield phases(flows[0])
     fitting = 3 * limit / ranks - 1
     hops = sorted((1, 2, 3, 4, 5), key=lambda hop: abs(hop - fitting))
     yield from (orders_of(flows[0], Variant(hop, tight=True), limit) for hop in hops)
     for hop, flow, extra, eager, balanced in product(hops, flows, (3, 9), (True, False), (False, True)):
-        if search.left <= 0:
+        if search.over:
             return
         search.left -= 9 * flow.forwards * flow.microbatches  # list scheduling takes three times as long as filling
         yield orders_of(flow, Variant(hop, extra, 0, balanced, eager), limit)
