@@ -54,8 +54,8 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Sequences in the global batch: 6 a data rank for 3 micro-batches, else 8."""
-        return self.dp * (6 if self.microbatches == 3 else 8)
+        """Sequences in the global batch: 6 a data rank for 3 micro-batches, 10 for 10, else 8."""
+        return self.dp * {3: 6, 10: 10}.get(self.microbatches, 8)
 
     @property
     def world(self) -> int:

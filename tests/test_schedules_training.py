@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from tests.test_equivalence import run_all
 from threed import schedules
 from threed.schedules import Plan, peak_activations
 
+ROOT = Path(__file__).resolve().parents[1]
 SHAPES = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 1)]  # pp, dp, tp
 NAMES = [name for name in schedules.available() if name not in ("gpipe", "1f1b", *OWN)]
 AGAIN = ["none", "full", "selective", "half", "cpu"]
@@ -43,6 +45,16 @@ def cases(seed: int) -> list[Case]:
 
 def test_every_schedule_trains_to_the_weights_of_one_process() -> None:
     run_all(cases(0))
+
+
+def test_plans_that_torch_publishes_train_here() -> None:
+    """Of other people's hands (their source: tests/data/schedules), with split backwards and pairs."""
+    plans = {path: schedules.read_csv(str(path)) for path in (ROOT / "tests" / "data" / "schedules").glob("*.csv")}
+    assert len(plans) == 4
+    run_all([
+        Case(plan.stages, schedule=str(path), microbatches=plan.microbatches, layers=6, model="qwen-tied", dropout=0.1)
+        for path, plan in plans.items()
+    ])  # fmt: skip
 
 
 @pytest.mark.grid
