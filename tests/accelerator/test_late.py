@@ -420,7 +420,7 @@ SETTINGS: dict[str, list[object]] = equivalence.SETTINGS | {
     "pp": [1, 2],
     "dp": [1, 2],
     "tp": [1, 2],
-    "schedule": ["1f1b", "vee"],
+    "schedule": ["1f1b", "zb-v"],
     "microbatches": [1, 2],
     "dtype": ["fp64", "bf16"],
     "shard": ["all"],

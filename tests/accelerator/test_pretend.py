@@ -34,7 +34,7 @@ from threed.sharding import spec_of
 
 # Drives are left out: their transfers need real memory (tests/test_zero_offload.py).
 SETTINGS: dict[str, list[object]] = equivalence.SETTINGS | {
-    "schedule": ["1f1b", "vee"],
+    "schedule": ["1f1b", "zb-v"],
     "microbatches": [1, 2],
     "dtype": ["bf16", "fp32"],
     "recompute": ["none", "full", "sliced", "cpu", "selective"],
