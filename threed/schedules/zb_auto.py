@@ -237,6 +237,9 @@ def _search_v(search: _Search, costs: Costs) -> None:
         idle = max((max(each.filled.idle) for each in found if each), default=0.0)
         for part in (0.75, 0.5, 0.25) if idle else ():
             search.attempt(orders, part * idle)
+        equal = None if search.over else fill(unit, orders, search.limit)
+        for patience in (0.0, inf):  # with W where it is at equal times
+            search.attempt(equal.ranks if equal else None, patience)
 
 
 def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
