@@ -38,13 +38,16 @@ def zb_v(stages: int, microbatches: int) -> Plan:
 
 def v_half(stages: int, microbatches: int) -> Plan:
     """Holds at most (stages + 2) // 2 micro-batches on every rank."""
-    variants = [Variant(2, 3), Variant(2, 2), Variant(2, 3, balanced=True), Variant(2, tight=True)]
+    odd = stages % 2 == 1  # what is best of many ranks comes first
+    variants = [Variant(2, 3, balanced=odd), Variant(2, 2), Variant(2, 3, balanced=not odd), Variant(2, tight=True)]
     return _best("v-half", stages, microbatches, (stages + 2) // 2, variants + list(spread(2)))
 
 
 def v_min(stages: int, microbatches: int) -> Plan:
     """Holds at most (stages + 4) // 3 micro-batches on every rank."""
     variants = [Variant(1, tight=True), Variant(1, 4), Variant(1, 2)]
+    if stages % 3 == 2:
+        variants[:2] = variants[1::-1]
     return _best("v-min", stages, microbatches, (stages + 4) // 3, variants + list(spread(1)))
 
 
