@@ -27,7 +27,7 @@ from threed.schedules.simulate import Costs
 
 PERIOD = 6  # two forwards, two I and two W for every micro-batch on every rank
 UNIT = Costs(2, 2, 2)  # every action of one chunk takes 1
-_EFFORT = 30_000  # actions to place while looking for the best of several orders
+_EFFORT = 50_000  # actions to place while looking for the best of several orders
 
 
 def zb_v(stages: int, microbatches: int) -> Plan:
@@ -38,8 +38,9 @@ def zb_v(stages: int, microbatches: int) -> Plan:
 
 def v_half(stages: int, microbatches: int) -> Plan:
     """Holds at most (stages + 2) // 2 micro-batches on every rank."""
-    odd = stages % 2 == 1  # what is best of many ranks comes first
-    variants = [Variant(2, 3, balanced=odd), Variant(2, 2), Variant(2, 3, balanced=not odd), Variant(2, tight=True)]
+    variants = [Variant(2, 3), Variant(2, 2), Variant(2, 3, balanced=True), Variant(2, tight=True)]
+    if stages % 2:  # what is best of many ranks comes first
+        variants[:3] = variants[1], variants[2], variants[0]
     return _best("v-half", stages, microbatches, (stages + 2) // 2, variants + list(spread(2)))
 
 
