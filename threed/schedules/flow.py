@@ -19,7 +19,8 @@ from threed.schedules.simulate import Costs
 
 Placement = tuple[tuple[int, ...], ...]
 Orders = Sequence[Sequence[int]]
-"""For every rank the positions whose next micro-batch it takes, one after the other; no W among them."""
+"""For every rank the positions whose next micro-batch it takes, one after the other. W of position p is -1 - p; it need
+not be there, see `fill`."""
 
 
 def one_chunk(stages: int) -> Placement:
@@ -119,15 +120,17 @@ class _Rank:
         self.held = 0  # activations of one chunk and one micro-batch
         self.waiting: list[int] = []  # positions whose W has not run, from `first` on
         self.first = 0
+        self.asked = 0  # W in its order so far
         self.out: list[int] = []
 
 
 def fill(flow: Flow, orders: Orders, limit: int, patience: float = 0.0) -> Filled | None:
     """Places every W where the rank would wait or needs memory, in the order of their I.
 
-    limit: the most activations of one chunk and one micro-batch that a rank may hold, from F to the end of W. A W that
-    is longer than the wait runs all the same, unless the rank then has waited for no more than `patience` in all.
-    Returns None where the orders cannot keep to the limit, or where ranks wait for each other.
+    Where orders have W of their own, then at the latest there. limit: the most activations of one chunk and one
+    micro-batch that a rank may hold, from F to the end of W. A W that is longer than the wait runs all the same, unless
+    the rank then has waited for no more than `patience` in all. Returns None where the orders cannot keep to the limit,
+    or where ranks wait for each other.
     """
     made: list[list[float]] = [[] for _ in flow.rank]
     ranks = [_Rank(order) for order in orders]
@@ -157,6 +160,14 @@ def _advance(
     now, held, first = rank.now, rank.held, rank.first
     for at in range(rank.at, len(rank.order)):
         position = rank.order[at]
+        if position < 0:
+            rank.asked += 1
+            if first < min(rank.asked, len(waiting)):
+                now += weight[waiting[first]]
+                out.append(-1 - waiting[first])
+                first += 1
+                held -= 1
+            continue
         results, start = made[position], 0.0
         if position:
             if len(results) == len(made[position - 1]):

@@ -27,7 +27,7 @@ from threed.schedules.simulate import Costs
 
 PERIOD = 6  # two forwards, two I and two W for every micro-batch on every rank
 UNIT = Costs(2, 2, 2)  # every action of one chunk takes 1
-_EFFORT = 30_000  # actions to place while looking for the best of several orders
+_EFFORT = 50_000  # actions to place while looking for the best of several orders
 
 
 def zb_v(stages: int, microbatches: int) -> Plan:
@@ -39,12 +39,16 @@ def zb_v(stages: int, microbatches: int) -> Plan:
 def v_half(stages: int, microbatches: int) -> Plan:
     """Holds at most (stages + 2) // 2 micro-batches on every rank."""
     variants = [Variant(2, 3), Variant(2, 2), Variant(2, 3, balanced=True), Variant(2, tight=True)]
+    if stages % 2:  # what is best of many ranks comes first
+        variants[:3] = variants[1], variants[2], variants[0]
     return _best("v-half", stages, microbatches, (stages + 2) // 2, variants + list(spread(2)))
 
 
 def v_min(stages: int, microbatches: int) -> Plan:
     """Holds at most (stages + 4) // 3 micro-batches on every rank."""
     variants = [Variant(1, tight=True), Variant(1, 4), Variant(1, 2)]
+    if stages % 3 == 2:
+        variants[:2] = variants[1::-1]
     return _best("v-min", stages, microbatches, (stages + 4) // 3, variants + list(spread(1)))
 
 

@@ -165,7 +165,7 @@ def _search_one(search: _Search) -> None:
     pool = _play(search, bent, (0.0, inf))
     for found in heapq.nsmallest(4, plain + pool, key=_makespan):
         idle = max(found.filled.idle)
-        _play(search, [found.shape] if found.shape else [], (idle, idle / 2, idle / 4))
+        _play(search, [found.shape] if found.shape else [], (idle, 0.75 * idle, 0.5 * idle, 0.25 * idle))
     starts = heapq.nsmallest(8, plain, key=_makespan) + heapq.nsmallest(8, pool, key=_makespan)
     for start in [search.best, *sorted(starts, key=_makespan)]:
         _climb(search, start)
@@ -227,12 +227,19 @@ def _search_v(search: _Search, costs: Costs) -> None:
     flow = search.flow
     unit = Flow.of(flow.placement, flow.microbatches, Costs(2, 2, 2))
     apart = Flow.of(flow.placement, flow.microbatches, Costs(2, 2, 2, send=0.3))
+    seen: set[tuple[tuple[int, ...], ...]] = set()
     for orders in _v_orders(search, [unit, apart, flow] if costs.send else [unit, flow]):
-        tried = [found for patience in (0.0, inf) if (found := search.attempt(orders, patience))]
-        if search.found in tried:
-            idle = max(search.best.filled.idle)
-            for patience in (idle, idle / 2):
-                search.attempt(orders, patience)
+        known = tuple(map(tuple, orders or ()))
+        if orders is None or known in seen:
+            continue
+        seen.add(known)
+        found = [search.attempt(orders, patience) for patience in (0.0, inf)]
+        idle = max((max(each.filled.idle) for each in found if each), default=0.0)
+        for part in (0.75, 0.5, 0.25) if idle else ():
+            search.attempt(orders, part * idle)
+        equal = None if search.over else fill(unit, orders, search.limit)
+        for patience in (0.0, inf):  # with W where it is at equal times
+            search.attempt(equal.ranks if equal else None, patience)
 
 
 def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
