@@ -38,6 +38,7 @@ from threed.models import Model, Wrapped
 from threed.models.check import check
 from threed.pipeline import activation_checkpointing, compiling
 from threed.pipeline.executor import Executor, Span
+from threed.pipeline.overlap import Overlap
 from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.transport import Transport, links
 from threed.precision import LossScale
@@ -126,7 +127,7 @@ class Engine:
         self.executor = Executor(
             self._stages(mine), transport or links(self.model, topology), topology.axis("pp").index,
             self.reducer.all_passes_ended, self._pass_ended, weight_gradients=self.reducer, device=topology.device,
-            varying=getattr(self.model, "boundaries_vary", False),
+            overlap=self._overlap(mine), varying=getattr(self.model, "boundaries_vary", False),
         )  # fmt: skip
 
     def _as_model(self, model: Model | nn.Module) -> Model:
@@ -181,6 +182,12 @@ class Engine:
             stages.append(Stage(layers, gatherer, self.config.zero.prefetch, first, recomputed))
             first += len(chunk)
         return stages
+
+    def _overlap(self, mine: list[nn.Module]) -> Overlap | None:
+        """The streams of pairs. What a layer frees, another stream could reuse while it is read: so pairs run one after
+        the other where parameters are freed, or buffers may be replaced."""
+        frees = self.layout.slices_parameters or any(True for layer in mine for _ in layer.buffers())
+        return None if frees else Overlap(self.topology.device)
 
     def _gather_axis(self) -> Axis:
         name = setup.shard_axes(self.config, self.topology)[2]

@@ -8,7 +8,7 @@ import pkgutil
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -229,7 +229,17 @@ FAULTS: list[tuple[Plant, Case]] = [
     (Changed(STORE, "release", "self._stream.synchronize()"), Case(recompute="nvme", **DEEP)),
     (batches_share_a_page_locked_buffer, Case()),
 ]  # fmt: skip
+OVERLAP, PAIRS = "threed.pipeline.overlap:Overlap", Case(pp=2, schedule="dualpipev", layers=6, microbatches=8)
 FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
+    (Changed(OVERLAP, "pair", "current_stream(self._side.device).wait_stream(self._side)"), PAIRS),
+    (Changed(OVERLAP, "pair", "self._side.wait_stream(current_stream(self._side.device))"), PAIRS),
+    (Changed(OVERLAP, "backward", "main.wait_stream(self._side)"), PAIRS),
+    (
+        Changed(
+            "threed.pipeline.executor:Executor", "_pair", "[list(parts) for parts in self._arriving.values()]", "0"
+        ),
+        PAIRS,
+    ),
     (collectives_are_not_waited_for, Case(dp=2, zero=3, bucket_mib=0.03)),
     (collectives_are_not_waited_for, Case(pp=2)),
     (collectives_are_not_waited_for, Case(tp=2)),
@@ -269,6 +279,7 @@ OF_RANKS = {
     "ZeRO 3": Case(dp=2, zero=3, bucket_mib=0.03, prefetch=2),
     "everything on the host": Case(dp=2, **OFFLOADED, recompute="cpu"),
     "1F1B": Case(pp=2, microbatches=4, recompute="cpu"),
+    "pairs": Case(pp=2, schedule="dualpipev", layers=6, microbatches=8, recompute="half"),
     "parts of inputs, gathered": Case(tp=2, recompute="sliced"),
 }
 

@@ -148,7 +148,10 @@ class Flag:
     def note(self, wrong: Tensor) -> None:
         """Records whether any of `wrong` (bool) is true."""
         found = wrong.any()
-        self._found = found if self._found is None else self._found | found
+        if self._found is None:
+            self._found = found
+        else:
+            self._found |= found  # in place: a forward may run beside another stream, which would reuse what it frees
 
     def take(self, device: torch.device) -> Tensor:
         """Returns 1.0 if there was an error since the last call, else 0.0 (fp64 scalar)."""

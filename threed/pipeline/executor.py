@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -26,6 +26,7 @@ from threed.collectives import Pending
 from threed.device import Clock, Moment, start_copy_in
 from threed.layers.slicing import MicroBatch
 from threed.pipeline.boundary import Form, signature, tensors
+from threed.pipeline.overlap import Overlap
 from threed.pipeline.stage import Stage
 from threed.pipeline.transport import Transport
 from threed.schedules.action import COMPUTE, Action, Kind
@@ -46,6 +47,10 @@ def with_next_pass(actions: Sequence[Action]) -> Iterator[tuple[Action, tuple[Ac
     return zip(actions, reversed(following), strict=True)
 
 
+def _key(action: Action) -> tuple[int, int]:
+    return action.microbatch, action.chunk
+
+
 class WeightGradients(Protocol):
     """Sets aside what weights' gradients are computed from, and computes them later (`threed.zero.reducer`)."""
 
@@ -60,26 +65,29 @@ class Executor:
     """Runs plans over the stages (chunks) of one pipeline rank.
 
     on_backward(chunk) is called after each backward, of a split one after its W; on_reduce(chunk) where the plan has
-    the reduction of a chunk's gradients. weight_gradients: what split backwards need. varying: forms depend on more
-    than the shapes of a micro-batch, and precede every message. After `record()`, `spans` are (action, start, end) of
-    every action, in seconds of `time.perf_counter`.
+    the reduction of a chunk's gradients. weight_gradients: what split backwards need. overlap: the streams of pairs; by
+    default their parts run one after the other. varying: forms depend on more than the shapes of a micro-batch, and
+    precede every message. After `record()`, `spans` are (action, start, end) of every action, in seconds of
+    `time.perf_counter`.
     """
 
     def __init__(
         self, stages: Sequence[Stage], transport: Transport, rank: int,
         on_reduce: Callable[[int], None] | None = None, on_backward: Callable[[int], None] | None = None, *,
-        weight_gradients: WeightGradients | None = None, device: torch.device | None = None, varying: bool = False,
+        weight_gradients: WeightGradients | None = None, overlap: Overlap | None = None,
+        device: torch.device | None = None, varying: bool = False,
     ) -> None:  # fmt: skip
         self.stages, self.transport, self.rank = stages, transport, rank
         self.on_reduce, self.on_backward, self.weight_gradients = on_reduce, on_backward, weight_gradients
         self.device, self.varying = device or torch.device("cpu"), varying
+        self.overlap = overlap or Overlap(torch.device("cpu"))
         self._forms: dict[tuple[Any, ...], Form] = {}
         self._clock: Clock | None = None  # while spans are recorded
         self._marks: list[tuple[Action, Moment, Moment]] = []
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
-            Kind.B: self._whole_backward,
-            Kind.I: self._input_backward,
+            Kind.B: self._backward,
+            Kind.I: self._backward,
             Kind.W: self._weight_backward,
             Kind.FB: self._pair,
             Kind.SEND_F: self._send,
@@ -109,6 +117,7 @@ class Executor:
         self._then: tuple[Action, ...] = ()
         for stage in self.stages:
             stage.reset()
+        self.overlap.reset()
         self._arriving: dict[tuple[Kind, int, int], list[Pending] | list[Tensor]] = {}
         self._leaving: dict[tuple[Kind, int, int], list[Tensor]] = {}
         self._sent: deque[list[Pending]] = deque()
@@ -135,27 +144,38 @@ class Executor:
             self._give(Kind.SEND_F, Kind.RECV_F, action, y)
 
     def _pair(self, action: Action) -> None:
-        """Runs a forward and a backward, of another micro-batch, one after the other."""
+        """Runs a forward and a backward of another micro-batch: together, on a device that has streams."""
         forward, backward = action.parts
         self._wait_for(Kind.RECV_F, forward)
         self._wait_for(Kind.RECV_B, backward)
+        given = [list(parts) for parts in self._arriving.values()]  # memory must stay while another stream reads it
         then, self._then = self._then, (backward,)
-        self._forward(forward)
-        self._then = then
-        self._handlers[backward.kind](backward)
+        with self.overlap.pair():
+            with self.overlap.forward(_key(forward), beside=_key(backward)):
+                self._forward(forward)
+            self._then = then
+            waiting = self._run_backward(backward)
+        del given
+        self._end_backward(backward, waiting)
 
-    def _whole_backward(self, action: Action) -> None:
-        self._backward(action)
-        if self.on_backward is not None:
+    def _backward(self, action: Action) -> None:
+        """B: the gradients of the input and of the weights. I: that of the input; the others are set aside for W."""
+        self._end_backward(action, self._run_backward(action))
+
+    def _run_backward(self, action: Action) -> list[Any]:
+        whole = action.kind is Kind.B
+        with nullcontext([]) if whole else self._split(action).defer() as waiting, self.overlap.backward(_key(action)):
+            self._differentiate(action, split=not whole)
+        return waiting
+
+    def _end_backward(self, action: Action, waiting: list[Any]) -> None:
+        if action.kind is Kind.I:
+            self._waiting[_key(action)] = waiting
+        elif self.on_backward is not None:
             self.on_backward(action.chunk)
 
-    def _input_backward(self, action: Action) -> None:
-        with self._split(action).defer() as waiting:
-            self._backward(action, split=True)
-        self._waiting[action.microbatch, action.chunk] = waiting
-
     def _weight_backward(self, action: Action) -> None:
-        self._split(action).add_deferred(self._waiting.pop((action.microbatch, action.chunk)))
+        self._split(action).add_deferred(self._waiting.pop(_key(action)))
         if self.on_backward is not None:
             self.on_backward(action.chunk)
 
@@ -168,7 +188,7 @@ class Executor:
         """Whether the next pass is one of these kinds over the same chunk, and so begins where this one ends."""
         return bool(self._then) and self._then[0].kind in kinds and self._then[0].chunk == action.chunk
 
-    def _backward(self, action: Action, split: bool = False) -> None:
+    def _differentiate(self, action: Action, split: bool) -> None:
         parts = self._take(Kind.RECV_B, action)
         dy = None if parts is None else self._form("out", action).gradients(parts)
         dx = self.stages[action.chunk].backward(action.microbatch, dy, self._turns(action, Kind.F), split)

@@ -241,6 +241,11 @@ class Layout:
         return [slot for group in self.groups for slot in group.slots]
 
     @property
+    def slices_parameters(self) -> bool:
+        """Whether some parameters are whole only while they are used."""
+        return any(group.sliced for group in self.groups)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory that parameters, and a drive's buffers, take between steps."""
         buffers = sum(drive.nbytes * drive.count for drive in self.policy.drives)

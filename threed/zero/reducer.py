@@ -290,7 +290,7 @@ class Reducer:
         """Ends the step: returns each bucket's slice of the summed gradients, in bucket order."""
         self.all_passes_ended()
         self._complete_all()
-        if any(group.sliced for group in self.layout.groups):
+        if self.layout.slices_parameters:
             self.memory.trim()  # the next to need memory are gathered parameters
         if self.dynamic:
             self._set_aside_gradients_of_others()
