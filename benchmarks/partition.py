@@ -2,6 +2,7 @@
 
     python benchmarks/partition.py                        # 2 ranks, two minutes where nobody else uses the cores
     python benchmarks/partition.py --blocks 10 --slow 7   # another model
+    python benchmarks/partition.py --nap 20 --quiet 2     # on a busy machine: blocks sleep, and hardly compute
 
 One block takes three times as long as its FLOPs say: it does its work three times, which a trace does not see. Engines
 cut by uniform, balanced and measured train in turn in one process group, blocks of steps in rounds as in
@@ -45,30 +46,49 @@ COLUMNS = (
     "measured, steps", "95 %",
 )  # fmt: skip
 TIMES = 3  # as long as a block's FLOPs say
-VOCAB = 1024
+VOCAB, SEQ, WIDTH = 1024, 256, (256, 32)  # of a model that computes, and of one that sleeps
 
 
-class Slow(nn.Module):
-    """A block that does its work three times: the mean of the same output, so the model is the same."""
+class Nap(torch.autograd.Function):
+    """The identity, which sleeps: so long forward, twice as long backward."""
 
-    def __init__(self, block: nn.Module) -> None:
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(0 if x.is_meta else seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        time.sleep(0 if dy.is_meta else 2 * ctx.seconds)
+        return dy, None
+
+
+class Repeated(nn.Module):
+    """A block that does its work several times: the mean of the same output, so the model is the same."""
+
+    def __init__(self, block: nn.Module, times: int, nap: float) -> None:
         super().__init__()
-        self.block, self.name = block, block.name
+        self.block, self.name, self.times, self.nap = block, block.name, times, nap
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
-        outputs = [self.block(x, micro) for _ in range(1 if x.is_meta else TIMES)]
+        outputs = [self.once(x, micro) for _ in range(1 if x.is_meta else self.times)]
         return sum(outputs[1:], outputs[0]) / len(outputs)
+
+    def once(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        y: Tensor = self.block(x, micro)
+        return Nap.apply(y, self.nap) if self.nap else y
 
 
 class OneSlow(GPT):
-    """A GPT of which one block is slow."""
+    """A GPT of which one block is slow; nap: what every block sleeps."""
 
-    slow = 0
+    slow, nap = 0, 0.0
 
     def layers(self) -> list[nn.Module]:
-        found = super().layers()
-        found[1 + self.slow] = Slow(found[1 + self.slow])
-        return found
+        first, *blocks, last = super().layers()
+        times = [TIMES if number == self.slow else 1 for number in range(len(blocks))]
+        return [first, *(Repeated(block, n, self.nap) for block, n in zip(blocks, times, strict=True)), last]
 
 
 class Engine:
@@ -77,12 +97,12 @@ class Engine:
     def __init__(self, cut: str, args: argparse.Namespace, topology: Topology) -> None:
         config = Config.model_validate({
             "parallel": {"pp": 2, "partition": cut},
-            "model": {"layers": args.blocks, "hidden": 256, "heads": 8, "seq": 256, "tied": False},
+            "model": {"layers": args.blocks, "hidden": WIDTH[bool(args.nap)], "heads": 8, "seq": SEQ, "tied": False},
             "train": {"global_batch": args.microbatches, "micro_batch": 1},
         })  # fmt: skip
         config = resolve(config, VOCAB, topology.world)
         model = OneSlow(config.model, Slicing(topology.axis("tp")))
-        model.slow = args.slow
+        model.slow, model.nap = args.slow, args.nap / 1e3
         self.trainer = Trainer(model, topology, config)
         self.loss_ranks, self.passes_s = [1], list[float]()
 
@@ -102,34 +122,40 @@ def work(args: argparse.Namespace) -> dict[str, Any] | None:
     topology = Topology(pp=2)
     engines = {cut: Engine(cut, args, topology) for cut in CUTS}
     draw = torch.Generator().manual_seed(0)
-    batches = [tuple(torch.randint(VOCAB, (2, args.microbatches, 256), generator=draw)) for _ in range(args.steps)]
+    batches = [tuple(torch.randint(VOCAB, (2, args.microbatches, SEQ), generator=draw)) for _ in range(args.steps)]
     for engine in engines.values():
         for x, y in batches:
             engine.step(x, y)
-    end, rounds = time.monotonic() + args.patience, list[dict[str, tuple[float, float]]]()
+    end, rounds = time.monotonic() + args.patience, list[dict[str, Any]]()
     meet_when_quiet(args.quiet, end)
-    for number in range(args.rounds):
-        order = CUTS[number % 3 :] + CUTS[: number % 3]
-        rounds.append({cut: measured(engines[cut], batches, args, end) for cut in order})
+    while len(rounds) < args.rounds:
+        order = CUTS[len(rounds) % 3 :] + CUTS[: len(rounds) % 3]
+        found = {cut: measured(engines[cut], batches, args, end) for cut in order}
+        if None in found.values():
+            break
+        rounds.append(found)
+    if not rounds:
+        raise RuntimeError("disturbed: other processes use the cores; wait, or raise --quiet or --patience")
     division = engines["measured"].trainer.blueprint.division
     if dist.get_rank() > 0 or division is None:
         return None
-    found = {cut: summary(cut, rounds, division.gains) for cut in CUTS}
+    summaries = {cut: summary(cut, rounds, division.gains) for cut in CUTS}
     counts = {cut: [len(part) for part in engines[cut].trainer.blueprint.cut.ranges] for cut in CUTS}
     machine = {"processor": processor(topology.device), "torch": torch.__version__, "rounds": len(rounds)}
-    return {**machine, "text": division.text(), "seconds": division.seconds, "layers": counts, "cuts": found}
+    return {**machine, "text": division.text(), "seconds": division.seconds, "layers": counts, "cuts": summaries}
 
 
-def measured(engine: Engine, batches: Any, args: argparse.Namespace, end: float) -> tuple[float, float]:
-    """Milliseconds of a step, and of its forwards and backwards: medians of a block of steps."""
+def measured(engine: Engine, batches: Any, args: argparse.Namespace, end: float) -> tuple[float, float] | None:
+    """Milliseconds of a step, and of its forwards and backwards: medians of a block of steps. None where patience is
+    over."""
     steps = block(engine, batches, args, end)
     if steps is None:
-        raise RuntimeError("disturbed: other processes use the cores; wait, or raise --quiet or --patience")
+        return None
     passes = [max(ranks) for ranks in zip(*gather(engine.passes_s[-len(batches) :]), strict=True)]
     return median_ms(steps), 1e3 * statistics.median(passes)
 
 
-def summary(cut: str, rounds: list[dict[str, tuple[float, float]]], predicted: Any) -> dict[str, Any]:
+def summary(cut: str, rounds: list[dict[str, Any]], predicted: Any) -> dict[str, Any]:
     """How many times faster than this cut the measured one is, by whole steps and by passes, with 95 % intervals."""
     ratios = [[found[cut][part] / found["measured"][part] for found in rounds] for part in range(2)]
     return {
@@ -161,6 +187,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--slow", type=int, default=0, help="the number of the slow block")
+    parser.add_argument("--nap", type=float, default=0.0, help="milliseconds that a block's forward sleeps")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="timed steps a block")
     parser.add_argument("--rounds", type=int, default=9)
