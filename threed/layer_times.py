@@ -28,9 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from threed import collectives
-from threed.atomic import building
+from threed.atomic import building, cache_folder
 from threed.config import Config
-from threed.data.cache import cache_folder
 from threed.device import is_accelerator, memory_bytes, processor
 from threed.footprint import example, trace
 from threed.layers import Slicing
@@ -66,15 +65,15 @@ def layer_times(
     device: where, if not on the topology's. RuntimeError naming a layer that cannot be run alone.
     """
     device, world = device or topology.device, topology.axis("world")
-    entry = Entry.of(model, layers, config, device)
-    known, notice = entry.read() if world.index == 0 else (None, "")
+    entry = Entry.of(model, layers, config, device) if world.index == 0 else None
+    known, notice = (None, "") if entry is None else entry.read()
     known, notice = collectives.exchange((known, notice), world)[0]
     if known is None:
         collectives.barrier(world)
         everyone = collectives.exchange(_measure(model, layers, config, topology, device), world)
         known = [[statistics.median(values) for values in zip(*layer, strict=True)]
                  for layer in zip(*everyone, strict=True)]  # fmt: skip
-        if world.index == 0:
+        if entry is not None:
             entry.write(known)
     return Found([LayerTimes(*layer) for layer in known], (notice,) if notice else ())
 
