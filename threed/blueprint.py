@@ -51,8 +51,7 @@ class Blueprint:
         """Cuts the model and lays out this rank's parameters. Collective where the topology has groups.
 
         layers: the model's. costs: gives theirs, where stages are balanced by them. divide: cuts by measured times.
-        Raises ConfigError, or ValueError,
-        for what cannot be cut or laid out.
+        Raises ConfigError, or ValueError, for what cannot be cut or laid out.
         """
         wrapped = model if isinstance(model, Wrapped) else None
         setup.check_groups(config.optim, layers)

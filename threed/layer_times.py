@@ -45,7 +45,6 @@ from threed.schedules import Plan
 from threed.topology import Axis, Topology
 from threed.zero.setup import rule
 
-FORMAT = 1
 GIB = 2**30
 
 

@@ -27,11 +27,11 @@ def balanced(
     """Cut so that the largest sum of costs of a stage is the smallest possible.
 
     bytes, limit: only cuts in which no stage's sum of bytes exceeds the limit; bytes is one value a layer, or a row
-    of them for every stage, where stages hold different numbers of micro-batches; or a function of stage, first and
-    last + 1 layer, where a stage holds more than a sum. Of several best cuts it takes the most even one
+    of them for every stage, where stages hold different numbers of micro-batches; or a function of stage, first layer
+    and the one behind the last, where a stage holds more than a sum. Of several best cuts it takes the most even one
     (the smallest sum of squares), and of several such the one with fewest layers on the last stage, then on the one
-    before, and so on. Dynamic programming over exact integers, so that ties are ties; it takes
-    stages x layers^2 steps. Raises ValueError where there are fewer layers than stages, or no cut fits the limit.
+    before, and so on. Dynamic programming over exact integers, so that ties are ties; it takes stages x layers^2 steps.
+    Raises ValueError where there are fewer layers than stages, or no cut fits the limit.
     """
     _check_stages(len(costs), stages)
     if (bytes is None) != (limit is None):
