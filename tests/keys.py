@@ -39,8 +39,7 @@ def missing(group: str, name: str) -> str:
     """What of a key is refused so far."""
     for refusal in REFUSALS:
         if (refusal.group, refusal.field) == (group, name):
-            words = [f"`{value}`" for value in refusal.refused] or [f"all but `{_plain(refusal.works)}`"]
-            return f". *Not yet: {', '.join(words)}*"
+            return f". *Not yet: all but `{_plain(refusal.works)}`*"
     return ""
 
 

@@ -330,6 +330,8 @@ def test_an_impossible_combination_is_refused_with_its_fix(line: str, world: int
         ("--parallel.tp 2 --model.seq 33 --parallel.sequence false", 2),
         ("--parallel.pp 6 --model.layers 6", 6),
         ("--parallel.pp 3 --parallel.partition 3,3,2", 3),
+        ("--parallel.pp 2 --parallel.partition measured --parallel.memory-limit-gib 1.5", 2),
+        ("--parallel.partition measured", 1),
         ("--train.steps 3 --optim.warmup 20", 1),
         ("--model.arch llama --model.qk-norm true --model.head-dim 48 --checkpoint.export-hf true", 1),
         ("--precision.dtype fp64 --precision.reduce-dtype fp64", 1),
@@ -351,7 +353,7 @@ def test_what_works_is_not_refused(line: str, world: int) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    """--parallel.cp 2|--parallel.ep 2|--parallel.schedule 2bw|--parallel.chunks 2|--parallel.partition measured
+    """--parallel.cp 2|--parallel.ep 2|--parallel.schedule 2bw|--parallel.chunks 2
     --precision.dtype fp8|--checkpoint.async true""".replace("\n", "|").split("|"),
 )
 def test_a_feature_that_is_not_there_is_refused_by_name(line: str) -> None:

@@ -41,6 +41,7 @@ FLOORS = {
     "threed.buffers": 4,
     "threed.blueprint": 5,
     "threed.footprint": 5,
+    "threed.layer_times": 5,
     "threed.checkpoint": 5,
     "threed.data": 5,
     "threed.monitor": 5,

@@ -3,6 +3,7 @@
 with building(path) as (scratch,):       # files get their names when the block ends without an error
     scratch.write_text(text)
 publish(building_place(path), path)      # a finished folder, also in place of an older one
+folder, notice = cache_folder()          # where files lie that a later run may use
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import ctypes
 import os
 import secrets
 import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,3 +85,30 @@ def _swap(a: Path, b: Path) -> bool:
     """Exchanges two names by Linux's renameat2(2); False where there is no such call, or not on this file system."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     return call is not None and call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
+
+
+def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
+    """Returns a writable cache folder and a notice, empty unless it had to be another than the wanted one.
+
+    Wanted is the argument, else $THREED_CACHE, else ~/.cache/threed; the fallback lies in the temporary folder.
+    """
+    if wanted is None:
+        wanted = Path(os.environ.get("THREED_CACHE") or "~/.cache/threed")
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
+        wanted = wanted.expanduser().absolute()
+        wanted.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=wanted):
+            return wanted, ""
+    fallback = _private_temporary_folder()
+    return fallback, f"The cache folder {wanted} is not writable; using {fallback}. Set THREED_CACHE to choose another."
+
+
+def _private_temporary_folder() -> Path:
+    """Returns this user's folder in the temporary folder, or a new one if somebody else has taken that name."""
+    folder = Path(tempfile.gettempdir()) / f"threed-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        return folder
+    return Path(tempfile.mkdtemp(prefix="threed-"))

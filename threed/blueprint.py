@@ -20,6 +20,7 @@ from threed.models import Model, Wrapped
 from threed.models.wrapped import find_problems
 from threed.pipeline.activation_checkpointing import recomputed_layers, with_recompute
 from threed.planner.cut import Cut, partition
+from threed.planner.measured import Division
 from threed.schedules import Plan
 from threed.sharding import spec_of
 from threed.topology import Topology
@@ -40,29 +41,31 @@ class Blueprint:
     plan: Plan
     cut: Cut
     layout: Layout
+    division: Division | None = None  # where the cut is by measured times
 
     @classmethod
     def draw(
         cls, model: Model, layers: list[nn.Module], topology: Topology, config: Config,
-        costs: Callable[[list[nn.Module]], Sequence[float]],
+        costs: Callable[[list[nn.Module]], Sequence[float]], divide: Callable[[Plan, list[nn.Module]], Division],
     ) -> Blueprint:  # fmt: skip
         """Cuts the model and lays out this rank's parameters. Collective where the topology has groups.
 
-        layers: the model's. costs: gives theirs, where stages are balanced by them. Raises ConfigError, or ValueError,
-        for what cannot be cut or laid out.
+        layers: the model's. costs: gives theirs, where stages are balanced by them. divide: cuts by measured times.
+        Raises ConfigError, or ValueError, for what cannot be cut or laid out.
         """
         wrapped = model if isinstance(model, Wrapped) else None
         setup.check_groups(config.optim, layers)
         p, r = config.parallel, config.recompute
-        for layer in layers:
-            if hasattr(layer, "loss_chunks"):
-                layer.loss_chunks = r.loss_chunks  # type: ignore[assignment]
+        set_loss_chunks(layers, config)
         recomputed = recomputed_layers(config, layers)
         plan = step_plan(config, topology.dp)
         if schedules.names_file(p.schedule) and not topology.on_paper:
             agreement.check_plan(plan, topology.axis("world"))
         again = recomputed if r.mode == "full" else ()
-        ranges = partition(p.partition, len(layers), plan.total_stages, lambda: with_recompute(costs(layers), again))
+        division = divide(plan, layers) if p.partition == "measured" and p.pp > 1 else None
+        ranges = division.ranges if division else partition(
+            p.partition, len(layers), plan.total_stages, lambda: with_recompute(costs(layers), again)
+        )  # fmt: skip
         cut = Cut.of(ranges, plan)
         ties = cut.ties([names(layer) for layer in layers])
         axes = {name for name in setup.shard_axes(config, topology) if name}
@@ -74,7 +77,7 @@ class Blueprint:
             raise ConfigError(problems)
         laid_out = layout.build(units, ties, topology, setup.policy(config, topology), chunks)
         setup.size_buffers(laid_out, config, len(setup.rule(config.optim).state_names))
-        return cls(model, topology, config, layers, recomputed, plan, cut, laid_out)
+        return cls(model, topology, config, layers, recomputed, plan, cut, laid_out, division)
 
     @property
     def chunks(self) -> tuple[range, ...]:
@@ -100,6 +103,13 @@ class Blueprint:
     def live(self) -> int:
         """Micro-batches whose activations this rank holds at the worst moment."""
         return math.ceil(schedules.peak_activations(self.plan, self.topology.axis("pp").index))
+
+
+def set_loss_chunks(layers: Sequence[nn.Module], config: Config) -> None:
+    """Tells the layers that make logits in how many parts; before they are traced or timed."""
+    for layer in layers:
+        if hasattr(layer, "loss_chunks"):
+            layer.loss_chunks = config.recompute.loss_chunks  # type: ignore[assignment]
 
 
 def step_plan(config: Config, data_ranks: int) -> Plan:

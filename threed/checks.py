@@ -23,12 +23,11 @@ class Refusal:
     field: str
     works: tuple[object, ...]
     feature: str
-    refused: tuple[object, ...] = ()  # where what does not work is shorter to list
 
     def find(self, config: Config) -> str | None:
         """The problem line if `config` asks for the feature."""
         value = getattr(getattr(config, self.group), self.field)
-        if value in self.works or (self.refused and value not in self.refused):
+        if value in self.works:
             return None
         fix = " or ".join(_as_written(works) for works in self.works)
         flag = f"--{self.group}.{key_name(self.field)}"
@@ -50,7 +49,6 @@ def _of_schedule(name: str) -> tuple[Refusal, ...]:
 _OTHERS = (
     Refusal("parallel", "cp", (1,), "context parallelism"),
     Refusal("parallel", "ep", (1,), "expert parallelism"),
-    Refusal("parallel", "partition", ("balanced", "uniform"), "partition by measured cost", ("measured",)),
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
     Refusal("checkpoint", "async_", (False,), "saving while training goes on"),
 )
@@ -64,7 +62,7 @@ def find_refusals(config: Config) -> list[str]:
     missing = [
         problem for refusal in (*_OTHERS, *_of_schedule(config.parallel.schedule)) if (problem := refusal.find(config))
     ]
-    return [*missing, *_check_offload(config), *_check_recompute(config)]
+    return [*missing, *_check_memory_limit(config), *_check_offload(config), *_check_recompute(config)]
 
 
 def find_problems(
@@ -123,6 +121,16 @@ def _check_loss_scale(config: Config) -> Iterator[str]:
     if scale != "dynamic" and dtype != "fp16":
         given = f"--precision.loss-scale {scale:g} with --precision.dtype {dtype}"
         yield f"{given}: only fp16 needs its loss scaled; leave it out, or use --precision.dtype fp16"
+
+
+def _check_memory_limit(config: Config) -> Iterator[str]:
+    p = config.parallel
+    if p.memory_limit_gib is not None and (p.partition != "measured" or p.pp == 1):
+        given = (
+            f"--parallel.memory-limit-gib {p.memory_limit_gib:g} with --parallel.partition {_as_written(p.partition)}"
+        )
+        why = "it bounds the cut by measured times over several pipeline ranks"
+        yield f"{given} and --parallel.pp {p.pp}: {why}; use --parallel.partition measured, or leave it out"
 
 
 def _check_shard_size(config: Config, dp: int | None) -> Iterator[str]:

@@ -90,6 +90,9 @@ class ParallelConfig(_Group):
         "balanced",
         description="layers of each stage: equal cost, equal count, measured, or counts (embedding and head count)",
     )
+    memory_limit_gib: Positive | None = Field(
+        None, description="most that a rank's layers may hold where measured times cut; none: a GPU's memory"
+    )
 
 
 class ZeroConfig(_Group):

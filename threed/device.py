@@ -9,6 +9,7 @@ to a `Topology`: `is_accelerator` tells it from the host, and what only CUDA has
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping
@@ -45,6 +46,20 @@ def use(device: torch.device) -> None:
 def name(device: torch.device) -> str | None:
     """What its maker calls a GPU; None for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def processor(device: torch.device) -> str:
+    """The name of a GPU, or of this machine's CPU as its kernel has it; empty where that says nothing."""
+    if (gpu := name(device)) is not None:
+        return gpu
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+    return ""
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """The memory of a GPU; None for a CPU."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -30,6 +30,7 @@ from threed.checkpoint.extras import Extras
 from threed.checks import find_refusals
 from threed.config import Config, ConfigError, resolve
 from threed.footprint import flops
+from threed.layer_times import cut_by_times
 from threed.layers import MicroBatch, Slicing
 from threed.layers.linear import use_sinks
 from threed.metrics import Faults
@@ -154,7 +155,8 @@ class Engine:
         topology, layers = self.topology, self.model.layers()
         if self.wrapped is None:
             check(layers, self.model.slicing, topology.axis("tp"), topology.axis("world"))
-        blueprint = Blueprint.draw(self.model, layers, topology, self.config, self._costs)
+        by_times = cut_by_times(self.model, self.config, topology, self._costs)
+        blueprint = Blueprint.draw(self.model, layers, topology, self.config, self._costs, by_times)
         trainable = collectives.exchange(bool(blueprint.layout.buckets), topology.axis("world"))
         if not any(trainable):
             raise ValueError("the model has no parameter to train: all have requires_grad off")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from threed import collectives
 from threed.blueprint import Blueprint
@@ -60,7 +60,7 @@ def trace(
     many rows. Raises TraceError naming a layer that cannot be run on the meta device.
     """
     wide, grads = dtype(config.precision.dtype), dtype(config.precision.grad_dtype or "fp32")
-    tracer = Tracer(_example(model, config), wide, grads, topology.traffic)
+    tracer = Tracer(example(model, config), wide, grads, topology.traffic)
     costs = tracer.trace(layers, activation_checkpointing.on_paper(config, recomputed, model.slicing))
     if config.recompute.mode == "full":
         for number in recomputed:
@@ -84,19 +84,24 @@ def _moved(cost: LayerCost, config: Config, device: str) -> LayerCost:
     return replace(cost, kept=copied, keeps_input=False) if r.arena else cost
 
 
-def _example(model: Model, config: Config) -> MicroBatch:
-    """A micro-batch on the meta device."""
-    rows, wide = config.train.micro_batch, dtype(config.precision.dtype)
-    ids = torch.empty(rows, config.model.seq, dtype=torch.int64, device=META)
-    batch = {"tokens": ids, "labels": ids.clone(), "samples": ids.new_empty(rows)}
+def example(model: Model, config: Config, device: torch.device = META) -> MicroBatch:
+    """A micro-batch on the meta device, or one of any values on another."""
+    rows, seq, wide = config.train.micro_batch, config.model.seq, dtype(config.precision.dtype)
+    ids = torch.arange(rows * seq, device=device).remainder(config.model.vocab or 1).view(rows, seq)
+    batch = {"tokens": ids, "labels": ids.clone(), "samples": torch.arange(rows, device=device)}
     if (own := getattr(model, "example", None)) is not None:
         batch = {"samples": batch["samples"]} | {
-            name: value.to(META, wide if value.is_floating_point() else value.dtype)
+            name: _on(device, value, wide if value.is_floating_point() else value.dtype)
             for name, value in own(rows).items()
         }
     tokens, labels, samples = (batch.pop(name, None) for name in ("tokens", "labels", "samples"))
-    weight = torch.empty((), dtype=torch.float64, device=META)
+    weight = torch.full((), 1.0 / (rows * seq), dtype=torch.float64, device=device)
     return MicroBatch(tokens, labels, samples, weight, inputs=batch or None)
+
+
+def _on(device: torch.device, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of an example on a device; zeros where it has no values."""
+    return torch.zeros_like(value, dtype=dtype, device=device) if value.is_meta else value.to(device, dtype)
 
 
 def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:

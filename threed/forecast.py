@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 from threed import models, schedules
-from threed.blueprint import Blueprint
+from threed.blueprint import Blueprint, set_loss_chunks, step_plan
 from threed.config import Config
 from threed.footprint import footprint, trace
+from threed.layer_times import division as divided
+from threed.layer_times import fullest, held_by, known_times, layer_times
 from threed.layers import Slicing
 from threed.models import Model
 from threed.pipeline.activation_checkpointing import recomputed_layers
 from threed.pipeline.trace import LayerCost
 from threed.planner.grid import AXES, Grid
+from threed.planner.measured import Division, LayerBytes
 from threed.planner.memory import regime
 from threed.precision import dtype
 from threed.sharding import spec_of
@@ -54,12 +58,17 @@ class Forecast:
     bubble: float
     flops_per_token: float
     ranks: Sequence[RankForecast]
+    division: Division | None = None
 
     @classmethod
-    def of(cls, config: Config, world: int, build: Callable[[Slicing], Model] | None = None) -> Forecast:
+    def of(
+        cls, config: Config, world: int, build: Callable[[Slicing], Model] | None = None,
+        division: Division | None = None,
+    ) -> Forecast:  # fmt: skip
         """The forecast for a resolved configuration in a world of `world` ranks; ValueError when it cannot be cut.
 
         build: makes a model of one's own, built from `threed.layers`, for a slicing; by default what `config.model` is.
+        division: the engine's cut by measured times; by default layers are timed here, if they are to be.
         """
         own, build = build is not None, build or (lambda slicing: models.build(config.model, slicing))
         p = config.parallel
@@ -69,7 +78,11 @@ class Forecast:
         columns = [alike.setdefault(column.shapes, column) for column in columns]
         whole = columns[0] if grid.tp == 1 else _Column(config, Grid(), build, 0)
         flops = [sum(costs) for costs in zip(*(column.flops for column in columns), strict=True)]
-        drawn = {column: [column.blueprint(stage, flops) for stage in range(grid.pp)] for column in alike.values()}
+        if division is None and p.partition == "measured" and grid.pp > 1:
+            division = _divide(list(alike.values()), flops, build)
+        drawn = {
+            column: [column.blueprint(stage, flops, division) for stage in range(grid.pp)] for column in alike.values()
+        }
         held = {column: [footprint(one, column.costs) for one in stages] for column, stages in drawn.items()}
         first, ranks = drawn[columns[0]][0], []
         for rank in range(world):
@@ -77,13 +90,15 @@ class Forecast:
             found = held[columns[place["tp"]]][place["pp"]]
             layers = first.cut.chunks(place["pp"])
             ranks.append(RankForecast(rank, grid.label(rank), layers, found.bytes, found.sends))
-        bubble = _timeline(flops, first).bubble
+        bubble = division.bubble if division else _timeline(flops, first).bubble
         counted = sum(
             3.0 * cost.flops for cost in whole.costs
         )  # not what the model says it costs, in a unit of its own
         per_token = counted / (config.train.micro_batch * config.model.seq)
         name = type(whole.model).__name__ if own else config.model.arch
-        return cls(config, name, grid.sizes, whole.parameters, first.plan.microbatches, bubble, per_token, ranks)
+        return cls(
+            config, name, grid.sizes, whole.parameters, first.plan.microbatches, bubble, per_token, ranks, division
+        )  # fmt: skip
 
     def text(self) -> str:
         """The forecast for people: one line a fact, one line a rank (the first 16)."""
@@ -101,6 +116,8 @@ class Forecast:
             f"ranks      {grid}",
             f"a step     {train.global_batch} × {c.model.seq} tokens, {self.microbatches} micro-batches a data rank",
             f"pipeline   {c.parallel.schedule}, ideal bubble {self.bubble:.1%}",
+            *([f"partition  {self.division.text()}"] if self.division else []),
+            *(f"partition  {notice}" for notice in (self.division.notices if self.division else ())),
             *([f"recompute  {_recompute_text(c)}"] if c.recompute.mode != "none" else []),
             *([f"traffic    up to {sent} MiB sent by a rank in a step"] if sent else []),
             *(_line(rank) for rank in self.ranks[:16]),
@@ -134,6 +151,7 @@ class _Column:
         sequence = bool(config.parallel.sequence)
         self.model = build(Slicing(self.topology.axis("tp"), sequence, config.train.seed, config.zero.tile))
         self.layers = self.model.layers()
+        set_loss_chunks(self.layers, config)
         self.shapes = tuple(tuple(tuple(p.shape) for p in layer.parameters()) for layer in self.layers)
 
     @functools.cached_property
@@ -154,11 +172,34 @@ class _Column:
         found = {spec_of(p).name: spec_of(p).numel for layer in self.layers for p in layer.parameters()}
         return sum(found.values())
 
-    def blueprint(self, stage: int, flops: Sequence[float]) -> Blueprint:
-        """What the first rank of a stage in this column holds."""
+    def blueprint(self, stage: int, flops: Sequence[float], division: Division | None) -> Blueprint:
+        """What the first rank of a stage in this column holds. division: the cut, if that is by measured times."""
         place = {**dict.fromkeys(AXES, 0), "pp": stage, "tp": self.number}
         topology = Topology.drawn(self.grid, self.grid.rank_of(place))
-        return Blueprint.draw(self.model, self.layers, topology, self.config, lambda _: flops)
+        return Blueprint.draw(
+            self.model, self.layers, topology, self.config, lambda _: flops, lambda *_: cast(Division, division)
+        )  # fmt: skip
+
+
+def _divide(columns: Sequence[_Column], flops: Sequence[float], build: Callable[[Slicing], Model]) -> Division:
+    """The cut by times of this machine: those of an earlier start if there are any, else of layers that are whole, for
+    there are no other tensor ranks here."""
+    first, device = columns[0], default_device()
+    config, plan = first.config, step_plan(first.config, first.topology.dp)
+    found = known_times(first.model, first.layers, config, device)
+    if found is None:
+        alone = Topology.drawn(Grid(), 0)
+        model = build(Slicing(alone.axis("tp"), False, config.train.seed, config.zero.tile))
+        layers = model.layers()
+        set_loss_chunks(layers, config)
+        found = layer_times(model, layers, config, alone, device)
+        if first.grid.tp > 1:
+            found = replace(found, notices=(*found.notices, f"times of whole layers, not of 1/{first.grid.tp} of them"))
+
+    def held() -> list[LayerBytes]:
+        return fullest([held_by(c.model, c.layers, config, c.topology, device) for c in columns])
+
+    return divided(plan, first.layers, found, flops, held, config, device)
 
 
 def _timeline(flops: Sequence[float], drawn: Blueprint) -> schedules.Timeline:

@@ -67,7 +67,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         world = options.world_size or world
         data = _open(config)
         config = _checked(config, data, world)
-        forecast = _forecast(config, world)
+        forecast = _forecast(config, world, options.dry_run)
     except ConfigError as error:
         return refuse(format_problems(error.problems))
     problems = _problems_here(config, forecast)
@@ -79,7 +79,8 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
     if problems:
         return refuse(format_problems(problems))
     try:
-        _train(config, data, [*prog.split(), *argv], forecast)
+        cut_later = config.parallel.partition == "measured"  # by the ranks' times: the trainer makes the forecast then
+        _train(config, data, [*prog.split(), *argv], None if cut_later else forecast)
         code = 0
     except CheckpointError as error:  # the same on every rank
         code = refuse(f"threed: {error}")
@@ -190,10 +191,16 @@ def _checked(config: Config, data: Data, world: int) -> Config:
     return resolve(config, data.vocab, world)
 
 
-def _forecast(config: Config, world: int) -> Forecast | None:
-    """What a run takes: local rank 0 finds it out, and refuses what cannot be cut; the others are ended with it."""
+def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
+    """What a run takes: local rank 0 finds it out, and refuses what cannot be cut; the others are ended with it.
+
+    alone: there are no other ranks, and layers may be timed; before a run they are not.
+    """
     if _local_rank() > 0:
         return None
+    if config.parallel.partition == "measured" and not alone:
+        balanced = config.parallel.model_copy(update={"partition": "balanced", "memory_limit_gib": None})
+        config = config.model_copy(update={"parallel": balanced})
     try:
         return Forecast.of(config, world)
     except ValueError as error:

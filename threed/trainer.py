@@ -53,7 +53,7 @@ class Trainer:
         self.world = self.topology.axis("world")
         self.main = self.topology.rank == 0
         self.folder = Path(self.config.run.dir or "runs")
-        self.forecast = (forecast or Forecast.of(self.config, self.topology.world)) if self.main else None
+        self.forecast = (forecast or self._forecast()) if self.main else None
         self.heartbeat = Heartbeat(self.folder / "heartbeat", self.topology.rank)
         self.retention = Retention(self.folder, self.config.checkpoint.keep, self.world)
         self.last_saved = -1
@@ -61,6 +61,9 @@ class Trainer:
         self.spans: list[Any] = []
         self.peak = self.weighed = 0  # the most bytes of tensors in a step, and which step that was
         self.profiler: torch.profiler.profile | None = None
+
+    def _forecast(self) -> Forecast:
+        return Forecast.of(self.config, self.topology.world, division=self.engine.blueprint.division)
 
     def run(self) -> None:
         """The whole run."""

@@ -8,7 +8,7 @@ import pkgutil
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -234,12 +234,6 @@ FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
     (Changed(OVERLAP, "pair", "current_stream(self._side.device).wait_stream(self._side)"), PAIRS),
     (Changed(OVERLAP, "pair", "self._side.wait_stream(current_stream(self._side.device))"), PAIRS),
     (Changed(OVERLAP, "backward", "main.wait_stream(self._side)"), PAIRS),
-    (
-        Changed(
-            "threed.pipeline.executor:Executor", "_pair", "[list(parts) for parts in self._arriving.values()]", "0"
-        ),
-        PAIRS,
-    ),
     (collectives_are_not_waited_for, Case(dp=2, zero=3, bucket_mib=0.03)),
     (collectives_are_not_waited_for, Case(pp=2)),
     (collectives_are_not_waited_for, Case(tp=2)),

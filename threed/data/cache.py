@@ -17,14 +17,13 @@ import json
 import os
 import secrets
 import shutil
-import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from threed.atomic import cache_folder as cache_folder
 from threed.atomic import sync
 
 ABANDONED_S = 86400.0
@@ -36,33 +35,6 @@ class Entry:
 
     folder: Path
     record: dict[str, Any]
-
-
-def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
-    """Returns a writable cache folder and a notice, empty unless it had to be another than the wanted one.
-
-    Wanted is the argument, else $THREED_CACHE, else ~/.cache/threed; the fallback lies in the temporary folder.
-    """
-    if wanted is None:
-        wanted = Path(os.environ.get("THREED_CACHE") or "~/.cache/threed")
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
-        wanted = wanted.expanduser().absolute()
-        wanted.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=wanted):
-            return wanted, ""
-    fallback = _private_temporary_folder()
-    return fallback, f"The cache folder {wanted} is not writable; using {fallback}. Set THREED_CACHE to choose another."
-
-
-def _private_temporary_folder() -> Path:
-    """Returns this user's folder in the temporary folder, or a new one if somebody else has taken that name."""
-    folder = Path(tempfile.gettempdir()) / f"threed-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
-        return folder
-    return Path(tempfile.mkdtemp(prefix="threed-"))
 
 
 def build_once(folder: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> Entry:

@@ -33,6 +33,7 @@ from threed.memory.io import BLOCK, Disk
 from threed.memory.tiers import Drive, InMemory, OnDrive, StagedBuffer, Storage
 from threed.topology import Axis, Topology
 
+META = torch.device("meta")
 FETCH_AHEAD = 2  # inputs being read from the drive
 GATHER_AHEAD = 1  # inputs being gathered, or copied to the device
 BUFFERS = 2 * FETCH_AHEAD + 2  # of the drive: read ahead, in use, written behind
@@ -269,14 +270,14 @@ def build(
     return Recomputed(frozenset(units), ActivationStore(sliced, storages, topology.device, r.offload != "none"))
 
 
-def on_paper(config: Config, numbers: Sequence[int], slicing: Slicing) -> Recomputed:
-    """Returns the same for layers that are only traced: inputs are not copied anywhere."""
+def on_paper(config: Config, numbers: Sequence[int], slicing: Slicing, device: torch.device = META) -> Recomputed:
+    """Returns the same for layers that are only traced, or timed on a device: inputs are not copied anywhere."""
     r = config.recompute
     if r.mode == "none" or not numbers:
         return Recomputed()
     if r.mode == "selective":
         return Recomputed(frozenset(numbers), selective=Selective(r.ops))
-    return Recomputed(frozenset(numbers), ActivationStore(_sliced_over(config, slicing), None, torch.device("meta")))
+    return Recomputed(frozenset(numbers), ActivationStore(_sliced_over(config, slicing), None, device))
 
 
 def _sliced_over(config: Config, slicing: Slicing) -> Axis | None:

@@ -227,7 +227,7 @@ class Tracer:
         for number, layer in enumerate(layers):
             again = number in recomputed.units
             name = str(getattr(layer, "name", ""))
-            key = (_fingerprint(layer, name, set()), form, again, layer is layers[-1])
+            key = (fingerprint(layer, name, set()), form, again, layer is layers[-1])
             if key not in self._known:
                 try:
                     self._known[key] = self._run(layer, form, recomputed if again else None)
@@ -245,7 +245,7 @@ class Tracer:
         """Runs a copy of the layer, so that what it remembers of this is forgotten."""
         traced = copy.deepcopy(layer)
         given = [*self._weights(traced), *vars(self.micro).values(), *(self.micro.inputs or {}).values()]
-        stage = Stage([traced], AlwaysWhole(), recomputed=_again(recomputed, traced))
+        stage = Stage([traced], AlwaysWhole(), recomputed=alone(recomputed, traced))
         before = Counter(self.traffic)
         try:
             with Watch(value for value in given if isinstance(value, Tensor)) as watch, _Fused(watch):
@@ -279,7 +279,7 @@ def _drop(param: Tensor) -> None:
     param.grad = None
 
 
-def _again(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None:
+def alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None:
     """What a stage of this layer alone is told."""
     if recomputed is None or recomputed.selective is None:
         return recomputed and replace(recomputed, units=frozenset({0}))
@@ -318,7 +318,7 @@ def _any_alive(refs: Iterable[StorageWeakRef]) -> bool:
     return any(not ref.expired() for ref in refs)
 
 
-def _fingerprint(value: Any, name: str, around: set[int]) -> Any:
+def fingerprint(value: Any, name: str, around: set[int]) -> Any:
     """What is the same for two layers that are built alike, whatever their names; hashable. around: the ids of what
     this value is in: a part may refer back to its parent."""
     if isinstance(value, nn.Module | dict | list | tuple | set | frozenset):
@@ -326,14 +326,14 @@ def _fingerprint(value: Any, name: str, around: set[int]) -> Any:
             return id(value)
         around = around | {id(value)}
     if isinstance(value, nn.Module):
-        return type(value), _fingerprint(vars(value), name, around)
+        return type(value), fingerprint(vars(value), name, around)
     if isinstance(value, dict):
         items = ((str(key).replace(name, "") if name else key, v) for key, v in value.items())
-        return tuple((key, _fingerprint(v, name, around)) for key, v in items)
+        return tuple((key, fingerprint(v, name, around)) for key, v in items)
     if isinstance(value, list | tuple):
-        return tuple(_fingerprint(item, name, around) for item in value)
+        return tuple(fingerprint(item, name, around) for item in value)
     if isinstance(value, set | frozenset):
-        return frozenset(_fingerprint(item, name, around) for item in value)
+        return frozenset(fingerprint(item, name, around) for item in value)
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     if isinstance(value, str):

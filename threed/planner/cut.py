@@ -95,11 +95,10 @@ class Cut:
 def partition(
     how: str | tuple[int, ...], layers: int, stages: int, costs: Callable[[], Sequence[float]]
 ) -> list[range]:
-    """The layers of every stage: balanced by what `costs` gives, uniform by count, or the counts given."""
+    """The layers of every stage: balanced by what `costs` gives, uniform by count, or the counts given.
+
+    By measured times it is `planner.measured.divide` that cuts; one rank alone has nothing to divide.
+    """
     if isinstance(how, tuple):
         return explicit(how, layers, stages)
-    if how == "uniform" or stages == 1:
-        return uniform(layers, stages)
-    if how == "balanced":
-        return balanced(costs(), stages)
-    raise ValueError(f"partition {how!r} is not in this version; use balanced, uniform, or the counts of each stage")
+    return balanced(costs(), stages) if how == "balanced" and stages > 1 else uniform(layers, stages)

@@ -15,31 +15,33 @@ from math import floor, lcm
 
 # (stage, start, stop) -> the price of giving layers start .. stop - 1 to the stage; None where that is not allowed
 Score = Callable[[int, int, int], int | None]
+Held = Callable[[int, int, int], int]  # the same -> the bytes that the stage then holds
 
 
 def balanced(
     costs: Sequence[float],
     stages: int,
-    bytes: Sequence[float] | Sequence[Sequence[float]] | None = None,
+    bytes: Sequence[float] | Sequence[Sequence[float]] | Held | None = None,
     limit: float | None = None,
 ) -> list[range]:
     """Cut so that the largest sum of costs of a stage is the smallest possible.
 
     bytes, limit: only cuts in which no stage's sum of bytes exceeds the limit; bytes is one value a layer, or a row
-    of them for every stage, where stages hold different numbers of micro-batches. Of several best cuts it takes the
-    most even one (the smallest sum of squares), and of several such the one with fewest layers on the last stage,
-    then on the one before, and so on. Dynamic programming over exact integers, so that ties are ties; it takes
-    stages x layers^2 steps. Raises ValueError where there are fewer layers than stages, or no cut fits the limit.
+    of them for every stage, where stages hold different numbers of micro-batches; or a function of stage, first layer
+    and the one behind the last, where a stage holds more than a sum. Of several best cuts it takes the most even one
+    (the smallest sum of squares), and of several such the one with fewest layers on the last stage, then on the one
+    before, and so on. Dynamic programming over exact integers, so that ties are ties; it takes stages x layers^2 steps.
+    Raises ValueError where there are fewer layers than stages, or no cut fits the limit.
     """
     _check_stages(len(costs), stages)
     if (bytes is None) != (limit is None):
         raise ValueError("a memory bound needs both: bytes of the layers, and the limit of a stage")
     (total,), _ = _prefix_sums([costs])
-    held, unit = _prefix_sums(_rows(bytes, len(costs), stages))
+    held, unit = (bytes, 1) if callable(bytes) else _sums(_rows(bytes, len(costs), stages))
     most = 0 if limit is None else floor(Fraction(limit) * unit)
 
     def price(stage: int, start: int, stop: int) -> int | None:
-        return total[stop] - total[start] if held[stage][stop] - held[stage][start] <= most else None
+        return total[stop] - total[start] if held(stage, start, stop) <= most else None
 
     slowest = _optimum(len(costs), stages, price, max)
     if slowest is None:
@@ -93,6 +95,12 @@ def _prefix_sums(rows: Sequence[Sequence[float]]) -> tuple[list[list[int]], int]
     return [[0, *accumulate(int(value * unit) for value in row)] for row in exact], unit
 
 
+def _sums(rows: Sequence[Sequence[float]]) -> tuple[Held, int]:
+    """What a stage holds where that is a sum over its layers, in units of 1 / (the second value)."""
+    sums, unit = _prefix_sums(rows)
+    return lambda stage, start, stop: sums[stage][stop] - sums[stage][start], unit
+
+
 def _rows(bytes: Sequence[float] | Sequence[Sequence[float]] | None, n: int, stages: int) -> list[list[float]]:
     """Bytes of every layer, for every stage."""
     rows = [list(row) for row in bytes or () if isinstance(row, Sequence)]
@@ -103,9 +111,9 @@ def _rows(bytes: Sequence[float] | Sequence[Sequence[float]] | None, n: int, sta
     return rows
 
 
-def _no_cut(held: list[list[int]], unit: int, limit: float, n: int, stages: int) -> ValueError:
+def _no_cut(held: Held, unit: int, limit: float, n: int, stages: int) -> ValueError:
     """What to say where no cut fits the limit: which limit one would."""
-    least = _optimum(n, stages, lambda stage, start, stop: held[stage][stop] - held[stage][start], max)
+    least = _optimum(n, stages, held, max)
     return ValueError(
         f"no cut of {n} layers into {stages} stages keeps every stage within {limit:g} bytes: the best one needs "
         f"{least[0] / unit if least else 0:g}. Use more stages or tensor ranks, recomputation, or a smaller micro-batch"

@@ -1,0 +1,344 @@
+"""Partition by measured times: what is measured, kept, cut by, and trained; `benchmarks/partition.py` has the speed.
+
+Layers that sleep are the slow ones: their times hold on a busy machine, and their FLOPs say nothing of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests import looping
+from tests.configs import VOCAB, Case, batch, config_of, engine_of, share, topology_of
+from tests.harness import run_ranks
+from threed import models, schedules
+from threed.blueprint import step_plan
+from threed.config import Config, resolve
+from threed.engine import Engine
+from threed.forecast import Forecast
+from threed.layer_times import Found, division, held_by, layer_times
+from threed.layers import Embedding, LanguageModelHead, LayerNorm, MicroBatch, ReplicatedLinear, Slicing
+from threed.planner import balanced, uniform
+from threed.planner.grid import Grid
+from threed.planner.measured import LayerBytes, LayerTimes, divide, most_kept, stage_costs
+from threed.topology import Topology
+
+NAP = 0.002  # seconds of a quick block's forward; its backward sleeps twice as long
+SLOW_FIRST = (3, 1, 1, 1, 1, 1)
+CPU = torch.device("cpu")
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, naps: int) -> Tensor:
+        ctx.naps = naps
+        time.sleep(0 if x.is_meta else naps * NAP)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        time.sleep(0 if dy.is_meta else 2 * ctx.naps * NAP)
+        return dy, None
+
+
+class SleepyBlock(nn.Module):
+    """x + W norm(x), and as many naps. Blocks have the same FLOPs however often they sleep."""
+
+    def __init__(self, name: str, hidden: int, naps: int, slicing: Slicing) -> None:
+        super().__init__()
+        self.name, self.naps = name, naps
+        self.norm = LayerNorm(f"{name}.norm", hidden, slicing)
+        self.linear = ReplicatedLinear(f"{name}.linear", hidden, hidden, slicing, std=0.2)
+
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        RUNS.append(self.name)
+        return x + F.dropout(_Sleep.apply(self.linear(self.norm(x)), self.naps), 0.0, self.training)
+
+
+RUNS: list[str] = []  # names of blocks, as they run
+
+
+class Sleepers:
+    """An embedding, blocks that sleep, and a head."""
+
+    hidden = 16
+
+    def __init__(self, slicing: Slicing, naps: Sequence[int] = SLOW_FIRST) -> None:
+        self.slicing, self.naps = slicing, naps
+
+    def layers(self) -> list[nn.Module]:
+        blocks = [SleepyBlock(f"blocks.{n}", 16, naps, self.slicing) for n, naps in enumerate(self.naps)]
+        norm = LayerNorm("head.norm", 16, self.slicing)
+        head = LanguageModelHead("head", "head.weight", norm, VOCAB, 16, self.slicing, std=0.2)
+        return [Embedding("embedding", VOCAB, 16, self.slicing, std=0.2), *blocks, head]
+
+
+def config(case: Case, **parallel: Any) -> Config:
+    """The configuration of a case, cut by measured times."""
+    found = config_of(case)
+    changed = found.parallel.model_copy(update={"partition": "measured", **parallel})
+    return found.model_copy(update={"parallel": changed})
+
+
+@functools.cache
+def alone() -> Topology:
+    return Topology.drawn(Grid(), 0)
+
+
+def timed(settings: Config, naps: Sequence[int] = SLOW_FIRST) -> tuple[Found, int]:
+    """The times of the sleeping model in this process, and how many blocks ran for them."""
+    RUNS.clear()
+    model = Sleepers(Slicing(alone().axis("tp")), naps)
+    found = layer_times(model, model.layers(), settings, alone(), CPU)
+    return found, len(RUNS)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where times are kept."""
+    monkeypatch.setenv("THREED_CACHE", str(tmp_path))
+    return tmp_path / "times"
+
+
+# ----------------------------------------------------------------------------------------------------------- measuring
+
+
+def test_layers_are_timed_one_of_a_kind_and_kept(cache: Path) -> None:
+    settings, drawn = config(Case(dtype="fp32", pp=2)), torch.get_rng_state()
+    first, ran = timed(settings)
+    assert torch.equal(torch.get_rng_state(), drawn)  # blocks draw, the training's numbers stay as they were
+    assert set(RUNS) == {"blocks.0", "blocks.1"}  # the other four are built as the second
+    slow, quick = first.times[1], first.times[2]
+    assert slow.forward >= 3 * NAP > quick.forward >= NAP
+    assert slow.backward_input >= 6 * NAP > quick.backward_input >= 2 * NAP
+    assert quick.backward_weight < NAP  # products alone
+    assert first.times[2:7] == [quick] * 5
+    again, none = timed(settings)
+    assert (again, none) == (first, 0)  # from the file
+    micro = settings.model_copy(update={"train": settings.train.model_copy(update={"micro_batch": 1})})
+    assert timed(micro)[1] == ran  # other shapes, other times
+    assert timed(settings, (1, 3, 1, 1, 1, 1))[0].times[1:3] != first.times[1:3]
+    assert len(list(cache.iterdir())) == 3
+
+
+def test_files_of_other_versions_and_broken_ones_are_timed_again(cache: Path) -> None:
+    settings = config(Case(dtype="fp32", pp=2, microbatches=8))
+    timed(settings, (0,))
+    (path,) = cache.iterdir()
+    whole = json.loads(path.read_text())
+    stale = json.dumps({**whole, "made_by": {"threed": "0.0.1", "torch": "2.9"}})
+    short, negative = ({**whole, "times": times} for times in (whole["times"][:1], [[-1, 0, 0]] * 3))
+    for text, said in (
+        (stale, "is of threed 0.0.1 and torch 2.9"), ("{", "is broken"), (json.dumps(short), "is broken"),
+        (json.dumps(negative), "is broken"), (json.dumps([]), "is broken"),
+        (json.dumps({**whole, "identity": {}}), "is broken"),
+    ):  # fmt: skip
+        path.write_text(text)
+        found, ran = timed(settings, (0,))
+        assert ran > 0
+        assert said in found.notices[0], text
+        assert timed(settings, (0,)) == (replace(found, notices=()), 0)  # and it is whole again
+
+
+def test_what_is_computed_again_counts_with_the_backward(cache: Path) -> None:
+    found, _ = timed(config(Case(dtype="fp32", pp=2, recompute="full")), (1,))
+    assert found.times[1].backward_input >= 3 * NAP
+    assert found.times[1].forward < 2 * NAP
+
+
+def test_a_folder_that_cannot_be_written_to_costs_only_the_time(cache: Path) -> None:
+    cache.parent.mkdir(exist_ok=True)
+    cache.write_text("in the way")
+    assert len(timed(config(Case(dtype="fp32", pp=2)), (0,))[0].times) == 3
+
+
+# ------------------------------------------------------------------------------------------------------------- cutting
+
+
+def test_no_cut_is_faster_on_paper_and_all_bytes_fit() -> None:
+    """Against all cuts there are, of random layers under several schedules, with a limit and without."""
+    bound = 0
+    for seed in range(24):
+        draw = random.Random(seed)
+        name, p = draw.choice([("1f1b", 3), ("gpipe", 2), ("1f1b", 4), ("vee", 2), ("looping", 2)])
+        plan, n = schedules.build(name, p, draw.choice([2, 4, 6])), draw.choice([5, 7, 8])
+        times = [LayerTimes(*(draw.choice([0.5, 1, 1, 1, 3]) for _ in range(3))) for _ in range(n)]
+        held = [LayerBytes(draw.randint(1, 9), draw.randint(1, 5), draw.randint(0, 3)) for _ in range(n)]
+        costs = {cut: seconds(times, plan, cut) for cut in cuts(n, plan.total_stages)}
+        free = divide(times, plan, {"uniform": uniform(n, plan.total_stages)})
+        assert free.seconds == pytest.approx(min(costs.values()))
+        assert free.gains["uniform"] >= 1
+        limit = sorted(fullest(plan, held, cut) for cut in costs)[len(costs) // 3]
+        best = min(cost for cut, cost in costs.items() if fullest(plan, held, cut) <= limit)
+        found = divide(times, plan, {"uniform": uniform(n, plan.total_stages)}, held, limit)
+        assert fullest(plan, held, found.ranges) <= limit
+        assert found.seconds == pytest.approx(best, rel=0.15 if plan.chunks > 1 else 1e-9)
+        bound += found.seconds > free.seconds
+        least = min(fullest(plan, held, cut) for cut in costs)
+        with pytest.raises(ValueError, match="no cut"):
+            divide(times, plan, {}, held, least - 1)
+    assert bound >= 5
+
+
+def cuts(n: int, stages: int) -> list[tuple[range, ...]]:
+    """All there are."""
+    inner = combinations(range(1, n), stages - 1)
+    return [tuple(range(a, b) for a, b in pairwise((0, *stops, n))) for stops in inner]
+
+
+def seconds(times: Sequence[LayerTimes], plan: schedules.Plan, cut: Sequence[range]) -> float:
+    return schedules.simulate(plan, stage_costs(times, cut)).makespan
+
+
+def fullest(plan: schedules.Plan, held: Sequence[LayerBytes], cut: Sequence[range]) -> int:
+    """Bytes of the fullest rank, counted action by action."""
+    most = 0
+    for rank, actions in enumerate(plan.ranks):
+        mine = [[held[n] for n in cut[plan.stage_of(rank, chunk)]] for chunk in range(plan.chunks)]
+        states = sum(layer.states for chunk in mine for layer in chunk)
+        alive, peak = 0, 0
+        for action in actions:
+            kept = sum(layer.kept for layer in mine[action.chunk])
+            alive += kept if action.kind is schedules.Kind.F else -kept
+            peak = max(peak, alive)
+        most = max(most, states + peak + max(layer.beside for chunk in mine for layer in chunk))
+    return most
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", *looping.OWN])
+def test_what_is_kept_is_what_the_simulator_says(name: str) -> None:
+    plan = schedules.build(name, 4, 6)
+    for rank in range(4):
+        assert most_kept(plan, rank, [1] * plan.chunks) / plan.chunks == schedules.peak_activations(plan, rank)
+
+
+def test_a_limit_moves_layers_to_later_stages() -> None:
+    """1F1B keeps more micro-batches on early stages; the forecast says what ranks hold, by its own counting."""
+    sizes = {"layers": 10, "hidden": 64, "seq": 64}
+    settings = Config.model_validate({"model": sizes, "train": {"global_batch": 16, "micro_batch": 1}})
+    settings = resolve(settings, VOCAB, 1)
+
+    def cut(pp: int, **parallel: Any) -> Forecast:
+        changed = settings.parallel.model_copy(update={"pp": pp, "partition": "measured", **parallel})
+        given = settings.model_copy(update={"parallel": changed})
+        topology = Topology.drawn(Grid.of(pp, pp=pp), 0)
+        model = models.build(given.model, Slicing(topology.axis("tp")))
+        found, layers = Found([LayerTimes(1, 1, 1)] * 12), model.layers()
+        held = functools.partial(held_by, model, layers, given, topology, CPU)
+        divided = division(step_plan(given, 1), layers, found, None, held, given, CPU)
+        return Forecast.of(given, pp, division=divided)
+
+    free = [cut(pp) for pp in (2, 4)]
+    assert [len(rank.layers[0]) for rank in free[1].ranks] == [3, 3, 3, 3]
+    for pp, forecast in zip((2, 4), free, strict=True):
+        peak = max(rank.bytes["peak"] for rank in forecast.ranks)
+        tight = cut(pp, memory_limit_gib=0.97 * peak / 2**30)
+        assert max(rank.bytes["peak"] for rank in tight.ranks) < 0.99 * peak
+        assert [rank.layers for rank in tight.ranks] != [rank.layers for rank in forecast.ranks]
+        with pytest.raises(ValueError, match=rf"--parallel.memory-limit-gib 1e-06: no cut of 12 layers into {pp}"):
+            cut(pp, memory_limit_gib=1e-6)
+
+
+def test_a_plan_says_the_predicted_gain(cache: Path) -> None:
+    build, settings = (lambda slicing: Sleepers(slicing)), config(Case(dtype="fp32", pp=2, microbatches=8))
+    found = Forecast.of(settings, 2, build)
+    assert found.division is not None
+    assert re.search(r"measured: 3,5 layers; slowest rank 1\.\d\dx the mean; predicted 1\.\d\dx f", found.text())
+    assert set(found.division.gains) == {"uniform", "balanced"}
+    RUNS.clear()
+    sliced = Forecast.of(
+        config(Case(dtype="fp32", pp=2, tp=2, microbatches=8)), 4, build
+    )  # one process has no other tensor ranks
+    assert "times of whole layers, not of 1/2 of them" in sliced.text()
+    assert sliced.division is not None
+    assert sliced.division.times == found.division.times
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+@dataclass(frozen=True)
+class Run:
+    ranges: list[tuple[int, int]]
+    times: list[LayerTimes]
+    gains: dict[str, float]
+    weights: dict[str, Tensor]
+
+
+def sleepers(cases: Sequence[Case], folder: str) -> list[Run]:
+    """Trains the sleeping model in a world of one or two ranks, by each case's schedule and partition."""
+    os.environ["THREED_CACHE"] = folder
+    found = []
+    for case in cases:
+        settings = config(case, partition=case.partition)
+        topology = topology_of(case.pp, case.tp)
+        engine = Engine(Sleepers(Slicing(topology.axis("tp"))), topology, settings)
+        for step in range(2):
+            engine.step(share(batch(step, settings.train.global_batch), topology))
+        cut, division = engine.blueprint.cut.ranges, engine.blueprint.division
+        times, gains = (list(division.times), dict(division.gains)) if division else ([], {})
+        found.append(Run([(part.start, part.stop) for part in cut], times, gains, engine.full_state_dict()))
+    return found
+
+
+def test_a_layer_slower_than_its_flops_moves_the_cut_and_changes_no_weight(tmp_path: Path) -> None:
+    case = Case(pp=2, microbatches=8, partition="measured")
+    cases = [case, case, replace(case, partition="uniform"), replace(case, schedule="vee")]
+    truth = sleepers([case.truth], str(tmp_path))[0].weights
+    ranks = run_ranks(2, sleepers, cases, str(tmp_path), timeout=120)
+    for mine, other in zip(*ranks, strict=True):
+        assert (mine.ranges, mine.times) == (other.ranges, other.times)  # each measured its own, all took the median
+    measured, kept, plain, vee = ranks[0]
+    assert plain.ranges == [(0, 4), (4, 8)]
+    assert measured.ranges == [(0, 3), (3, 8)]
+    assert kept.times == measured.times
+    assert kept.ranges == measured.ranges
+    assert measured.times[1].forward >= 3 * NAP
+    naps = [LayerTimes(n, 2 * n, 0) for n in (0, *SLOW_FIRST, 0)]
+    by_flops = balanced([0, *[16 * 16] * 6, 16 * VOCAB], 2)
+    ideal = divide(naps, schedules.build("1f1b", 2, 8), {"uniform": uniform(8, 2), "balanced": by_flops})
+    assert ideal.gains["uniform"] > 1.08
+    assert measured.gains == pytest.approx(ideal.gains, abs=0.07)
+    assert len(vee.ranges) == 4
+    assert vee.times == measured.times
+    for run in ranks[0]:
+        for name, value in truth.items():
+            torch.testing.assert_close(run.weights[name], value, rtol=0, atol=1e-9, msg=f"{name} of {run.ranges}")
+
+
+def sliced(case: Case, folder: str) -> tuple[list[range], list[LayerTimes], int]:
+    """An engine of a model cut over tensor ranks, whose layers talk while they are timed."""
+    os.environ["THREED_CACHE"] = folder
+    engine = engine_of(config(case))
+    division = engine.blueprint.division
+    assert division is not None
+    return list(division.ranges), list(division.times), sum(engine.topology.traffic.values())
+
+
+def test_tensor_ranks_measure_together_and_agree(tmp_path: Path) -> None:
+    ranks = run_ranks(4, sliced, Case(pp=2, tp=2, sequence=True, recompute="selective"), str(tmp_path), timeout=120)
+    assert all(found[:2] == ranks[0][:2] for found in ranks)
+    assert all(min(layer[:2]) > 0 for layer in ranks[0][1])
+    assert len(list((tmp_path / "times").iterdir())) == 1
+
+
+def test_one_stage_has_nothing_to_divide(cache: Path) -> None:
+    engine = engine_of(config(Case(dtype="fp32")))
+    assert engine.blueprint.division is None
+    assert engine.blueprint.cut.ranges == (range(5),)
+    assert not cache.exists()
+    assert balanced([1, 1, 1], 1) == uniform(3, 1)

@@ -1,0 +1,212 @@
+"""Cut a model by measured times: the cut whose step is the fastest on paper, within a limit of memory.
+
+division = divide(times, plan, {"uniform": uniform(n, stages)})     # times: LayerTimes of every layer
+division.ranges                                                     # layers of each stage
+division.text()                                                     # what it leaves unequal, what it gains
+
+The slowest stage is not all that counts: under 1F1B the first stage's forwards and the last one's backwards are waited
+for as well. So cuts are played out under the schedule in use. The search begins at the cuts that make the slowest stage
+fastest, by time and by whatever else is given, and moves a layer over one boundary, or one over each of two, as long as
+that helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations, pairwise
+from typing import NamedTuple
+
+from threed.planner.partition import Held, balanced
+from threed.schedules.action import Kind
+from threed.schedules.plan import Plan
+from threed.schedules.simulate import Costs, Timeline, simulate
+
+Ranges = tuple[range, ...]
+_WORK = 400_000  # actions that a search plays out, about: a second or two
+_BETTER = 1e-9  # relative; less is rounding
+
+
+class LayerTimes(NamedTuple):
+    """Seconds of one layer for one micro-batch: forward, gradient of its input, gradient of its weights. What is
+    computed again in the backward counts as the second."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+
+class LayerBytes(NamedTuple):
+    """Bytes of one layer on one rank: states, those kept of a micro-batch until its backward, and those needed beside
+    them while it runs."""
+
+    states: int
+    kept: int
+    beside: int
+
+
+@dataclass(frozen=True)
+class Division:
+    """A cut by measured times.
+
+    ranges: layers of each stage. times: of every layer. seconds: of a step's forwards and backwards, as simulated.
+    bubble: of them, the part in which a rank waits. imbalance: the slowest rank's work over the mean. gains: by name of
+    another cut, how many times faster than that this one is. notices: what there is to say about the times.
+    """
+
+    ranges: Ranges
+    times: tuple[LayerTimes, ...]
+    seconds: float
+    bubble: float
+    imbalance: float
+    gains: Mapping[str, float]
+    notices: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """One line for people."""
+        counts = ",".join(str(len(part)) for part in self.ranges)
+        gains = ", ".join(f"{gain:.2f}x faster than {name}" for name, gain in self.gains.items())
+        predicted = f"; predicted {gains}" if gains else ""
+        return f"measured: {counts} layers; slowest rank {self.imbalance:.2f}x the mean{predicted}"
+
+
+def stage_costs(times: Sequence[LayerTimes], ranges: Sequence[range]) -> Costs:
+    """What the stages of a cut cost a simulation."""
+    forward, back, weights = (tuple(sum(times[n][part] for n in stage) for stage in ranges) for part in range(3))
+    return Costs(forward, back, weights)
+
+
+def divide(
+    times: Sequence[LayerTimes],
+    plan: Plan,
+    others: Mapping[str, Sequence[range]],
+    held: Sequence[LayerBytes] | None = None,
+    limit: float | None = None,
+) -> Division:
+    """Returns the fastest cut that the search finds, never slower on paper than any of `others` that fits.
+
+    others: cuts to begin at and to compare with, by name. held, limit: bytes of the layers, and the most that a rank
+    may hold. The same on every rank that has the same times. Raises ValueError where there are fewer layers than
+    stages, or no cut fits the limit.
+    """
+    search = _Search(times, plan, held, limit)
+    starts = [search.balanced(), *map(tuple, others.values())]
+    best = min([search.descend(start) for start in starts], key=search.price)
+    excess, _ = search.price(best)
+    if excess:
+        raise ValueError(
+            f"no cut was found that keeps every rank within {limit:g} bytes: the best one is {excess:.0f} bytes above."
+            " Use more stages or tensor ranks, recomputation, or a smaller micro-batch"
+        )
+    timeline, work = search.simulate(best), search.work(best)
+    gains = {name: search.simulate(tuple(cut)).makespan / timeline.makespan for name, cut in others.items()}
+    mean = sum(work) / len(work)
+    imbalance = max(work) / mean if mean else 1.0
+    return Division(best, tuple(times), timeline.makespan, timeline.bubble, imbalance, gains)
+
+
+class _Search:
+    """Cuts of one model under one plan, each played out once."""
+
+    def __init__(
+        self, times: Sequence[LayerTimes], plan: Plan, held: Sequence[LayerBytes] | None, limit: float | None
+    ) -> None:  # fmt: skip
+        if (held is None) != (limit is None):
+            raise ValueError("a memory bound needs both: bytes of the layers, and the limit of a rank")
+        self.times, self.plan, self.held, self.limit = times, plan, held or (), limit
+        self.totals = [sum(layer) for layer in times]
+        self.placement = [[plan.stage_of(rank, chunk) for chunk in range(plan.chunks)] for rank in range(plan.stages)]
+        self.left = max(20, _WORK // max(1, sum(map(len, plan.ranks))))  # cuts that may still be played out
+        self._prices: dict[Ranges, tuple[float, float]] = {}
+
+    def balanced(self) -> Ranges:
+        """The cut whose slowest stage is the fastest; with one chunk a rank, of those that fit."""
+        stages = self.plan.total_stages
+        if self.limit is None or self.plan.chunks > 1:
+            return tuple(balanced(self.totals, stages))
+        return tuple(balanced(self.totals, stages, bytes=self._held_by_stage(), limit=self.limit))
+
+    def simulate(self, cut: Ranges) -> Timeline:
+        """The plan played out with the cut's times."""
+        return simulate(self.plan, stage_costs(self.times, cut))
+
+    def work(self, cut: Ranges) -> list[float]:
+        """Seconds that each rank computes in a step."""
+        stages = [sum(self.totals[n] for n in part) for part in cut]
+        each = self.plan.microbatches / self.plan.ways
+        return [each * sum(stages[stage] for stage in held) for held in self.placement]
+
+    def price(self, cut: Ranges) -> tuple[float, float]:
+        """Bytes above the limit, then the simulated time: the smaller the better."""
+        if cut not in self._prices:
+            self.left -= 1
+            self._prices[cut] = self._excess(cut), self.simulate(cut).makespan
+        return self._prices[cut]
+
+    def descend(self, cut: Ranges) -> Ranges:
+        """The best cut that small moves reach from this one."""
+        while (better := self._better(cut)) is not None:
+            cut = better
+        return cut
+
+    def _better(self, cut: Ranges) -> Ranges | None:
+        """A neighbour that is better, if there is one; those that cannot be are not played out."""
+        excess, seconds = self.price(cut)
+        least = {other: max(self.work(other)) for other in _neighbours(cut)}
+        for other in sorted(least, key=lambda other: least[other]):
+            if self.left <= 0 or (not excess and least[other] >= seconds):
+                return None
+            above, then = self.price(other)
+            if above < excess or (above == excess and then < seconds * (1 - _BETTER)):
+                return other
+        return None
+
+    def _excess(self, cut: Ranges) -> float:
+        if self.limit is None:
+            return 0.0
+        return max(0.0, *(self._held(rank, [cut[stage] for stage in self.placement[rank]]) - self.limit
+                          for rank in range(self.plan.stages)))  # fmt: skip
+
+    def _held(self, rank: int, chunks: Sequence[range]) -> int:
+        """The most bytes that a rank holds with these chunks."""
+        layers = [self.held[n] for chunk in chunks for n in chunk]
+        kept = [sum(self.held[n].kept for n in chunk) for chunk in chunks]
+        states = sum(layer.states for layer in layers)
+        return states + most_kept(self.plan, rank, kept) + max(layer.beside for layer in layers)
+
+    def _held_by_stage(self) -> Held:
+        """The same as a function of stage and layers, where each rank has one stage."""
+        ranks = {held[0]: rank for rank, held in enumerate(self.placement)}
+        live = {stage: most_kept(self.plan, rank, [1]) for stage, rank in ranks.items()}
+        states, kept = ([0, *accumulate(layer[part] for layer in self.held)] for part in range(2))
+
+        def held(stage: int, start: int, stop: int) -> int:
+            beside = max(layer.beside for layer in self.held[start:stop])
+            return states[stop] - states[start] + live[stage] * (kept[stop] - kept[start]) + beside
+
+        return held
+
+
+def most_kept(plan: Plan, rank: int, kept: Sequence[int]) -> int:
+    """The most that a rank keeps of micro-batches at once, of which each chunk keeps `kept`: `peak_activations`, in
+    any unit."""
+    now = most = 0
+    for action in plan.ranks[rank]:
+        now += kept[action.chunk] * (action.kind in (Kind.F, Kind.FB))
+        most = max(most, now)
+        last = action.parts[-1]
+        now -= kept[last.chunk] * (last.kind in (Kind.B, Kind.W))
+    return most
+
+
+def _neighbours(cut: Ranges) -> Iterator[Ranges]:
+    """The cuts with one layer moved over one boundary, or one over each of two."""
+    stops = [part.stop for part in cut]
+    moves = [(at, step) for at in range(len(stops) - 1) for step in (-1, 1)]
+    for chosen in [*combinations(moves, 1), *combinations(moves, 2)]:
+        moved = list(stops)
+        for at, step in chosen:
+            moved[at] += step
+        bounds = [0, *moved]
+        if moved != stops and all(a < b for a, b in pairwise(bounds)):
+            yield tuple(range(a, b) for a, b in pairwise(bounds))
