@@ -21,6 +21,7 @@ from threed import schedules
 from threed.param_groups import ParamGroup as ParamGroup
 from threed.schedules import ScheduleName
 from threed.values import (
+    AutoSwitch,
     Betas,
     Count,
     LossScale,
@@ -87,6 +88,11 @@ class ParallelConfig(_Group):
     partition: Partition = Field(
         "balanced",
         description="layers of each stage: equal cost, equal count, measured, or counts (embedding and head count)",
+    )
+    optimistic_step: AutoSwitch = Field(
+        "auto",
+        description="update before the gradient norm of all ranks is known, and undo that where it was wrong; auto:"
+        " where the schedule's ranks end at different times",
     )
 
 

@@ -28,12 +28,13 @@ from threed.schedules.one_f_one_b import one_f_one_b
 from threed.schedules.plan import Plan
 from threed.schedules.rendezvous import check_rendezvous, validate
 from threed.schedules.simulate import Costs, Timeline, peak_activations, simulate, span_and_bubble
+from threed.schedules.validation import time_between_steps
 
 __all__ = [
     "NOT_YET", "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "available", "build",
     "check_rendezvous", "chimera", "chunks_are_free", "draw", "dualpipe", "dualpipev", "forward_only", "gpipe",
     "interleaved", "legal", "lower", "one_f_one_b", "own_chunks",
-    "peak_activations", "register", "simulate", "span_and_bubble", "svg",
+    "peak_activations", "register", "simulate", "span_and_bubble", "svg", "time_between_steps",
     "together", "validate",
 ]  # fmt: skip
 

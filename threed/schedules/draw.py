@@ -29,6 +29,7 @@ _STYLES = {
     Kind.RECV_B: ("#f2b48f", "#1f2937", "receive gradient"),
     Kind.GATHER: ("#8c8c8c", "#ffffff", "gather"),
     Kind.REDUCE: ("#c0395b", "#ffffff", "reduce"),
+    Kind.VALIDATE: ("#4b5563", "#ffffff", "validate"),
 }
 _IDLE = "#eceff3"
 _INK, _FAINT, _GRID = "#1f2937", "#6b7280", "#d5dae1"

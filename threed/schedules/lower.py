@@ -18,6 +18,7 @@ from operator import itemgetter
 from threed.schedules.action import COMPUTE, Action, Kind
 from threed.schedules.plan import Place, Plan
 from threed.schedules.play import Spans, play
+from threed.schedules.validation import add_validation
 
 _UNIT_TIME = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 # At equal times what ends comes before what starts, and a message that another rank waits for before a reduction.
@@ -26,12 +27,14 @@ _GATHER, _MESSAGE, _REDUCE, _START = range(4)
 Event = tuple[float, int, int, Action, Action | None, int]
 
 
-def lower(plan: Plan, gathers: bool = False) -> Plan:
-    """Returns the plan with sends, receives and reductions added, and with `gathers` the starts of parameter gathers.
+def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
+    """Returns the plan with sends, receives and reductions added, with `gathers` the starts of parameter gathers, and
+    with `validates` where the update before it is validated.
 
     A SEND and its RECV stand where the result is made, unless both stages are on one rank; REDUCE follows a chunk's
-    last backward; GATHER stands as early as it may, right behind the compute action before the one it is for. Raises
-    ValueError if the plan is not legal, stalls, or has communication already.
+    last backward; GATHER stands as early as it may, right behind the compute action before the one it is for; VALIDATE
+    as late as it may (`validation.py`). Raises ValueError if the plan is not legal, stalls, or has communication
+    already.
     """
     for rank, actions in enumerate(plan.ranks):
         for action in actions:
@@ -44,7 +47,8 @@ def lower(plan: Plan, gathers: bool = False) -> Plan:
         ranks[rank].append(action)
         if received is not None:
             ranks[by].append(received)
-    return replace(plan, ranks=tuple(tuple(actions) for actions in ranks))
+    lowered = replace(plan, ranks=tuple(tuple(actions) for actions in ranks))
+    return add_validation(lowered) if validates else lowered
 
 
 def _events(plan: Plan, gathers: bool) -> list[Event]:
