@@ -25,7 +25,7 @@ from torch import Tensor
 from threed import collectives
 from threed.collectives import Pending
 from threed.device import beside, copy_stream, current_stream, is_accelerator
-from threed.memory.tiers import InMemory, start_copy
+from threed.memory.tiers import InMemory, Storage, start_copy
 from threed.precision import Scaler
 from threed.topology import Axis
 from threed.zero.gather import Gatherer
@@ -151,13 +151,10 @@ class Optimistic:
     # --------------------------------------------------------------------------------------------------------- copies
 
     def _changed(self) -> list[Tensor]:
-        """What an update changes: counters, the states of every bucket, and parameters that are narrower than these."""
+        """What an update changes: counters, and what `_storages` has of every bucket."""
         optimizer = self.optimizer
-        found = [optimizer.updates, optimizer.skips, *optimizer.scaler.tensors]
-        for state in optimizer.states:
-            narrow = () if state.shared else (state.bucket.storage,)
-            found += [storage.fetch().wait() for storage in (*state.storages.values(), *narrow)]
-        return found
+        slices = [storage.fetch().wait() for state in optimizer.states for storage in _storages(state)]
+        return [optimizer.updates, optimizer.skips, *optimizer.scaler.tensors, *slices]
 
     def _copy(self) -> None:
         changed = self._changed()
@@ -171,3 +168,13 @@ class Optimistic:
         with self.optimizer.changing():
             for copy, tensor in zip(self._copies, self._changed(), strict=True):
                 tensor.copy_(copy)
+
+
+def copied_bytes(states: Sequence[State]) -> int:
+    """The bytes of the copies of what an update changes, counters aside."""
+    return sum(state.bucket.share * storage.dtype.itemsize for state in states for storage in _storages(state))
+
+
+def _storages(state: State) -> tuple[Storage, ...]:
+    """What of a bucket an update changes: its state, and its parameters where they are narrower."""
+    return (*state.storages.values(), *(() if state.shared else (state.bucket.storage,)))
