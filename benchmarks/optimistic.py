@@ -34,7 +34,7 @@ from threed.schedules import Action, Costs, Kind, Plan
 from threed.testing import run_ranks
 from threed.topology import Topology
 
-NAME, VOCAB, SEQ, ROWS = "filled", 61, 8, 2
+NAME, VOCAB, SEQ, ROWS = "filled", 61, 16, 2
 
 
 def filled(stages: int, microbatches: int) -> Plan:

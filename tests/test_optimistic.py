@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -202,6 +203,38 @@ def drawn_and_counted(case: Case) -> bool:
 
 def test_buffers_and_generators_are_as_if_the_first_attempt_had_not_been() -> None:
     assert all(run_ranks(2, drawn_and_counted, Case(pp=2, layers=2)))
+
+
+def steps_of_a_filled_plan(folder: str) -> tuple[bool, bool, bool]:
+    """Whether `auto` makes the updates of a plan optimistic; whether the first rank has done its step before the last
+    one has: that waits for a word of it; whether the bits are those of updates that wait."""
+    waiting, hoping = (benchmark.config_of(2, 4, optimistic) for optimistic in (False, True))
+    engines = [
+        benchmark.engine_of(config, unit=0.0)
+        for config in (waiting, with_(hoping, parallel={"optimistic_step": "auto"}))
+    ]
+    told_of, engine = Path(folder) / "done", engines[1]
+    walk(engine, range(1))
+    inner = engine.reducer.finish
+
+    def finish() -> list[Any]:
+        deadline = time.monotonic() + 60
+        while engine.topology.rank == 1 and not told_of.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return inner()
+
+    engine.reducer.finish = finish  # type: ignore[method-assign]
+    walk(engine, range(1, 2))
+    before = told_of.exists() or engine.topology.rank == 0
+    told_of.touch()
+    walk(engine, range(2, 4))
+    walk(engines[0], range(4))
+    return engine.optimizer.optimistic is not None, before, not differ(bits(engine), bits(engines[0]))
+
+
+def test_a_rank_that_is_done_waits_for_nobody(tmp_path: Path) -> None:
+    """Where it waits, the last rank waits a minute in vain."""
+    assert run_ranks(2, steps_of_a_filled_plan, str(tmp_path)) == [(True, True, True)] * 2
 
 
 # ------------------------------------------------------------------------------------------------------- planted faults
