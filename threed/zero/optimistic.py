@@ -58,12 +58,12 @@ class Updater(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """An update that was not validated yet. results: waits for the sums, and gives what they make of it. right: whether
-    that is what was guessed, a scalar on the host. guessed: it was done on a guess."""
+    """An update that was not validated yet. results: waits for the sums, and gives what they make of it. wrong: whether
+    that is not what was guessed, a scalar on the host. guessed: it was done on a guess."""
 
     gradients: Sequence[Gradient]
     results: Callable[[], Update]
-    right: Pending
+    wrong: Pending
     guessed: bool
 
 
@@ -108,14 +108,14 @@ class Optimistic:
         """Begins the sum; on a GPU what it says goes to the host as soon as it is there, beside the update."""
         pending, device = collectives.start_sum_of_scalars(mine, self.optimizer.everyone), mine.device
 
-        def is_right() -> Tensor:
+        def is_wrong() -> Tensor:
             found = before.with_sums(pending.wait())
-            return (found.skip == guess.skip) & (found.clip == guess.clip)
+            return ~((found.skip == guess.skip) & (found.clip == guess.clip))
 
-        right = Pending(is_right)
+        wrong = Pending(is_wrong)
         if is_accelerator(device):
             with beside(copy_stream(device, "out")):
-                right = start_copy(is_right(), HOST)
+                wrong = start_copy(is_wrong(), HOST)
 
         @functools.cache
         def results() -> Update:
@@ -124,7 +124,7 @@ class Optimistic:
                 current_stream(device).wait_stream(copy_stream(device, "out"))
             return before.with_sums(sums.clone())
 
-        return Attempt(gradients, results, right, self._hopeful)
+        return Attempt(gradients, results, wrong, self._hopeful)
 
     def validate(self) -> bool:
         """Whether the last update was right; one that was not is undone, and done again as it should have been.
@@ -134,7 +134,7 @@ class Optimistic:
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return True
-        self._hopeful = bool(attempt.right.wait())
+        self._hopeful = not bool(attempt.wrong.wait())
         if self._hopeful or not attempt.guessed:
             return True
         self.restarts += 1
