@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from benchmarks import optimistic as benchmark
-from tests.configs import Case, config_of, topology_of
+from tests.configs import VOCAB, Case, config_of, topology_of
 from tests.configs import engine_of as engine_of_config
 from tests.harness import run_ranks
 from tests.test_schedules_plans import random_plans
@@ -27,6 +27,7 @@ from threed.config import Config
 from threed.engine import Engine, StepMetrics
 from threed.forecast import Forecast
 from threed.layers import MicroBatch, Slicing
+from threed.metrics import DataError
 from threed.precision import LossScale
 from threed.schedules import Action, Costs, Kind, Plan, build, check_rendezvous, lower, time_between_steps
 from threed.zero import setup
@@ -68,6 +69,7 @@ def told(metrics: Sequence[StepMetrics]) -> list[str]:
 
 def bits(engine: Engine) -> tuple[list[Tensor], str]:
     """Everything that steps change."""
+    engine.optimizer.settle()  # validates
     scaler = engine.optimizer.scaler.state()
     return state(engine), repr([float(engine.optimizer.skips), engine.steps, engine.consumed, scaler])
 
@@ -137,7 +139,11 @@ def compare_all(cases: Sequence[Case], folder: str) -> list[Any]:
         norms = sorted(one.grad_norm for one in walk(engine_of(case, False, NEVER), range(STEPS)))
         sometimes = 0.7 if case.dtype == "fp16" else sum(norms[-2:]) / 2
         runs = [(sometimes, (1, 4), False, folder if number == 0 else None)]
-        runs += [(NEVER, (), False, None), (ALWAYS, (), False, None), (ALWAYS, (2,), True, None)] if number == 0 else []
+        if number == 0:
+            runs += [(NEVER, (), False, None), (ALWAYS, (), False, None), (ALWAYS, (2,), True, None)]
+            runs += [(0.0, (1, 4), False, None)]  # nothing is clipped, and all the same two are skipped
+        if case.dtype == "fp16":
+            runs += [(ALWAYS, (), True, None)]
         for run in runs:
             found, count = compare(case, *run)
             wrong += found
@@ -148,14 +154,35 @@ def compare_all(cases: Sequence[Case], folder: str) -> list[Any]:
 @pytest.mark.parametrize("world", WORLDS)
 def test_what_did_not_wait_has_the_bits_of_what_did(world: int, tmp_path: Path) -> None:
     """Losses, norms, rates, scales, counters, weights and moments, where none, some and all steps are clipped, and some
-    skipped; with a checkpoint on the way, and after a resume."""
+    skipped; with an evaluation or a checkpoint on the way, and after a resume."""
     found = run_ranks(world, compare_all, WORLDS[world], str(tmp_path))
     assert [wrong for wrong, _ in found] == [[]] * world, "\n".join(itertools.chain(*(wrong for wrong, _ in found)))
     assert all(restarts == found[0][1] for _, restarts in found)
-    first, never, always, each, *others = found[0][1]
-    assert (never, always, each) == (0, 1, STEPS)
+    first, never, always, each, skipped, *others = found[0][1]
+    assert (never, always, each, skipped) == (0, 1, STEPS, 2)
     assert min(first, *others) >= 1
     assert max(first, *others) >= 2
+
+
+def told_of_bad_data(case: Case) -> list[str]:
+    """What the metrics of the step after one with an unknown word say, when they are read first; waiting, and not."""
+    said = []
+    for optimistic in (False, True):
+        engine, metrics = engine_of(case, optimistic, NEVER), []
+        for step in range(3):
+            batch = data(engine, step)
+            batch["tokens"][0, 0] += VOCAB * (step == 1)
+            metrics.append(engine.step(batch))
+        with pytest.raises(DataError) as error:
+            metrics[2].loss  # noqa: B018  reading it is the test
+        said.append(str(error.value))
+    return said
+
+
+def test_faults_of_the_data_are_told_in_the_order_of_steps() -> None:
+    for waiting, hoping in run_ranks(2, told_of_bad_data, Case(pp=2, layers=2)):
+        assert hoping == waiting
+        assert "up to step 3" in hoping
 
 
 class Drawing(nn.Module):
