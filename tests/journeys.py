@@ -195,7 +195,7 @@ GRADIENT = Journey(
         Step(f"{_OPTIMIZER}.step", "norm, clip, skip flag, rate: all tensors", by="Engine.update"),
         Step("threed.collectives:sum_of_scalars", "norm and loss in one message"),
         Step(f"{_OPTIMIZER}._update", "bucket by bucket, in forward order",
-             by="Optimizer.step", via=("_update_all", "_update_in_turn")),
+             by="Optimizer.step", via=("apply", "_update_all", "_update_in_turn")),
         Step("threed.ops.adam:Adam.update", "weights and moments of a slice", via=("_apply_rule",)),
         Step("threed.zero.gather:Gatherer.publish", "this bucket has new values", by="Optimizer._update"),
         Step("threed.collectives:start_all_gather", "begins to gather the others' slices"),

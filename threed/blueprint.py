@@ -100,6 +100,11 @@ class Blueprint:
         return [unit for unit, number in enumerate(self.held) if number in self.recomputed]
 
     @property
+    def optimistic(self) -> bool:
+        """Whether updates begin before the gradient norm is known, and are validated in the next step."""
+        return setup.is_optimistic(self.config, self.plan)
+
+    @property
     def live(self) -> int:
         """Micro-batches whose activations this rank holds at the worst moment."""
         return math.ceil(schedules.peak_activations(self.plan, self.topology.axis("pp").index))

@@ -156,6 +156,10 @@ class Buffers:
             self._search()
         self._send(self._changing)
 
+    def changing(self) -> list[tuple[Place, Tensor]]:
+        """The buffers that forwards change, as far as known, with copies of their values."""
+        return [(place, place.value.clone()) for place, *_ in self._changing if place.value is not None]
+
     def _held(self) -> list[tuple[Place, Tensor]]:
         return [(place, place.value) for place in find(self._roots) if place.value is not None]
 

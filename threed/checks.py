@@ -62,7 +62,8 @@ def find_refusals(config: Config) -> list[str]:
     missing = [
         problem for refusal in (*_OTHERS, *_of_schedule(config.parallel.schedule)) if (problem := refusal.find(config))
     ]
-    return [*missing, *_check_memory_limit(config), *_check_offload(config), *_check_recompute(config)]
+    own = (_check_memory_limit, _check_offload, _check_recompute, _check_optimistic)
+    return [*missing, *(problem for look in own for problem in look(config))]
 
 
 def find_problems(
@@ -166,6 +167,21 @@ def _check_offload(config: Config) -> Iterator[str]:
         yield f"--zero.tile {zero.tile} {stage}: {why}; use --zero.stage 3, or leave it out"
     if zero.delayed_update and zero.offload_optimizer != "cpu":
         yield "--zero.delayed-update true works on optimizer states in host memory: use --zero.offload-optimizer cpu"
+
+
+def _check_optimistic(config: Config) -> Iterator[str]:
+    """What an update that may be undone does not go with."""
+    if config.parallel.optimistic_step is not True:
+        return
+    given, zero = "--parallel.optimistic-step true", config.zero
+    if config.parallel.pp == 1:
+        yield f"{given} with --parallel.pp 1: no stage waits for another; use auto, or --parallel.pp 2 or more"
+    if zero.delayed_update:
+        yield f"{given} with --zero.delayed-update true: both let the next step begin early; use one of them"
+    places = {"--zero.offload-optimizer": zero.offload_optimizer, "--zero.offload-params": zero.offload_params}
+    for flag, place in places.items():
+        if place != "none" and not zero.delayed_update:
+            yield f"{given} with {flag} {place}: it keeps copies of what is on the device; use auto, or {flag} none"
 
 
 def heads_fit(heads: int, kv_heads: int, tp: int) -> bool:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from threed import schedules
 from threed.param_groups import ParamGroup as ParamGroup
 from threed.values import (
+    AutoSwitch,
     Betas,
     Count,
     LossScale,
@@ -92,6 +93,11 @@ class ParallelConfig(_Group):
     )
     memory_limit_gib: Positive | None = Field(
         None, description="most that a rank's layers may hold where measured times cut; none: a GPU's memory"
+    )
+    optimistic_step: AutoSwitch = Field(
+        "auto",
+        description="update before the gradient norm of all ranks is known, and undo that where it was wrong; auto:"
+        " where the schedule's ranks end at different times",
     )
 
 

@@ -33,12 +33,12 @@ from threed.footprint import flops
 from threed.layer_times import cut_by_times
 from threed.layers import MicroBatch, Slicing
 from threed.layers.linear import use_sinks
-from threed.metrics import Faults
+from threed.metrics import Faults, Later, Numbers
 from threed.metrics import StepMetrics as StepMetrics
 from threed.models import Model, Wrapped
 from threed.models.check import check
 from threed.pipeline import activation_checkpointing, compiling
-from threed.pipeline.executor import Executor, Span
+from threed.pipeline.executor import Executor, Outdated, Span
 from threed.pipeline.overlap import Overlap
 from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.transport import Transport, links
@@ -46,9 +46,8 @@ from threed.precision import LossScale
 from threed.schedules import Plan, forward_only, lower
 from threed.schedules import build as build_plan
 from threed.sharding import Box, Piece, initial
-from threed.topology import Axis, Topology
+from threed.topology import Topology
 from threed.zero import agreement, records, setup, table
-from threed.zero import learning_rate as learning_rates
 from threed.zero.by_hand import Changes
 from threed.zero.gather import BY_HAND, Gatherer
 from threed.zero.hooks import Hooks
@@ -56,19 +55,22 @@ from threed.zero.optimizer import Optimizer
 from threed.zero.others import check_no_others, own_backward
 from threed.zero.reducer import Reducer
 from threed.zero.unused import Unused
+from threed.zero.update import Update
 
 PHASES = ("fwd_bwd_s", "dp_comm_s", "optim_s")
 
 
 @functools.lru_cache(maxsize=32)
-def lowered(schedule: str, microbatches: int, placement: tuple[tuple[int, ...], ...], gathers: bool = False) -> Plan:
+def lowered(
+    schedule: str, microbatches: int, placement: tuple[tuple[int, ...], ...], gathers: bool, validates: bool
+) -> Plan:
     """A schedule's plan with its communication; "forward-only" for evaluation and sampling."""
     stages, chunks = len(placement), len(placement[0])
     forward = schedule == "forward-only"
     plan = (
         forward_only(stages, microbatches, placement) if forward else build_plan(schedule, stages, microbatches, chunks)
     )
-    return lower(plan, gathers)
+    return lower(plan, gathers, validates)
 
 
 class Engine:
@@ -91,13 +93,14 @@ class Engine:
         self.topology = topology
         self.model = self._as_model(model)
         self.wrapped = self.model if isinstance(self.model, Wrapped) else None
-        self._check_tile(config.zero.tile)
+        setup.check_tile(config.zero.tile, self.model.slicing.tile, self.wrapped is not None)
         self.config = config = resolve(config, 0, topology.world) if self.wrapped else config
         if self.wrapped is not None:
             activation_checkpointing.enable(self.wrapped.module, config)
         self.changes: Changes | None = None
         self.steps = self.consumed = 0
         self._begun = False
+        self._numbers: Later | None = None  # of the last step
         agreement.check_configuration(config, topology.axis("world"))
         self.blueprint = blueprint = self._draw()
         self.batches = Batches(self.model, topology, config, ends=topology.axis("pp").index in blueprint.cut.ends)
@@ -107,13 +110,14 @@ class Engine:
         self.faults = Faults([*(flag.what for flag in self.flags), "a loss that is no number (NaN)"], topology.device)
         module = self.wrapped and self.wrapped.module
         self.buffers = buffers.build(layers, blueprint.cut, topology, blueprint.again, module)
-        self.gatherer = Gatherer(self.layout, self._gather_axis())
+        self.gatherer = Gatherer(self.layout, setup.gather_axis(config, topology, self.layout.policy))
         self.reducer = Reducer(self.layout, setup.wire(config.precision), dynamic=self.wrapped is not None)
         self.reducer.warns = topology.axis("tp").index == 0
         self.optimizer = Optimizer(
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
-            learning_rate or self._learning_rate(), device=topology.device, grad_clip=config.train.grad_clip,
-            loss_scale=loss_scale or setup.loss_scale(config.precision), delayed=config.zero.delayed_update,
+            learning_rate or setup.learning_rate(config.optim, config.train.steps), device=topology.device,
+            grad_clip=config.train.grad_clip, loss_scale=loss_scale or setup.loss_scale(config.precision),
+            delayed=config.zero.delayed_update, optimistic=blueprint.optimistic,
         )  # fmt: skip
         agreement.check_buckets(self.layout, topology)
         if self.wrapped is not None:
@@ -129,6 +133,7 @@ class Engine:
             self._stages(mine), transport or links(self.model, topology), topology.axis("pp").index,
             self.reducer.all_passes_ended, self._pass_ended, weight_gradients=self.reducer, device=topology.device,
             overlap=self._overlap(mine), varying=getattr(self.model, "boundaries_vary", False),
+            on_validate=self.optimizer.validate,
         )  # fmt: skip
 
     def _as_model(self, model: Model | nn.Module) -> Model:
@@ -142,13 +147,6 @@ class Engine:
             fix = "build it from threed.layers (examples/custom_model.py), or use pp 1 and tp 1"
             raise ConfigError([f"{type(model).__name__} cannot be cut by {sizes}: {fix}"])
         return Wrapped(model)
-
-    def _check_tile(self, wanted: int) -> None:
-        tile = self.model.slicing.tile
-        if wanted != tile:
-            own = "build it with Slicing(..., tile=config.zero.tile)"
-            fix = own if self.wrapped is None else "modules are wrapped whole: leave it out"
-            raise ConfigError([f"--zero.tile {wanted}: this model is cut into {tile}; {fix}"])
 
     def _draw(self) -> Blueprint:
         """Cuts the model and lays out this rank's parameters, once all ranks agree about it."""
@@ -191,15 +189,6 @@ class Engine:
         frees = self.layout.slices_parameters or any(True for layer in mine for _ in layer.buffers())
         return None if frees else Overlap(self.topology.device)
 
-    def _gather_axis(self) -> Axis:
-        name = setup.shard_axes(self.config, self.topology)[2]
-        return self.topology.axis(name) if name else self.layout.policy.shard
-
-    def _learning_rate(self) -> Callable[[Tensor], Tensor]:
-        o = self.config.optim
-        min_lr = o.lr / 10 if o.min_lr is None else o.min_lr
-        return learning_rates.schedule(o.schedule, o.lr, min_lr, o.warmup, self.config.train.steps)
-
     def _initial_value(self, part: str, piece: Piece, box: Box) -> Tensor:
         seed = self.config.train.seed
         return initial(piece, box, seed) if self.wrapped is None else self.wrapped.initial(piece, box, seed)
@@ -223,11 +212,17 @@ class Engine:
         counted; 'samples', int64 [b], global sample indices, by default in order of consumption.
         """
         began = time.perf_counter()
-        micros = self._micro_batches(batch, training=True)
-        self.begin(len(micros))
-        plan = self._plan(self.config.parallel.schedule, len(micros))
-        with own_backward(self.reducer):
-            losses = self.executor.run(plan, micros)
+        rewind = self.extras.rewinding() if self.optimizer.pending else lambda: None
+        while True:
+            micros = self._micro_batches(batch, training=True)
+            self.begin(len(micros))
+            plan = self._plan(self.config.parallel.schedule, len(micros))
+            try:
+                with own_backward(self.reducer):
+                    losses = self.executor.run(plan, micros)
+                break
+            except Outdated:  # the update before this step was undone, and done again
+                rewind()
         self._backwards_s = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
         metrics = self.update(self._carry(losses), tokens)
@@ -284,20 +279,22 @@ class Engine:
         update = self.optimizer.step(gradients, self._with_flags(loss))
         times.append(time.perf_counter())
         self.steps += 1
-        found = torch.cat((update.sums[1:], self._no_number(update.sums[:1])))
+        if self._numbers is not None:
+            self._numbers()  # faults are counted in the order of steps
+        self._numbers = Later(lambda: self._numbers_of(update()))
+        if not self.optimizer.pending:
+            self._numbers()
         seconds = dict(zip(PHASES, (self._backwards_s, times[1] - times[0], times[2] - times[1]), strict=True))
-        return StepMetrics(
-            self.steps, tokens, update.sums[0], update.grad_norm, update.lr, update.loss_scale,
-            self.optimizer.skips.clone(), seconds, self.faults, self.faults.add(found),
-        )  # fmt: skip
+        return StepMetrics(self.steps, tokens, self._numbers, seconds, self.faults)
+
+    def _numbers_of(self, update: Update) -> Numbers:
+        loss, dynamic = update.sums[:1], self.optimizer.scaler.rule.dynamic  # that finds its way by losses of NaN
+        found = self.faults.add(torch.cat((update.sums[1:], loss.isnan().double() * (not dynamic))))
+        return Numbers(update.sums[0], update.grad_norm, update.lr, update.loss_scale, update.skips, found)
 
     def _with_flags(self, loss: Tensor) -> Tensor:
         """The loss [1] and what was found wrong with the data, for one message."""
         return torch.cat((loss, *(flag.take(loss.device).view(1) for flag in self.flags)))
-
-    def _no_number(self, loss: Tensor) -> Tensor:
-        """1.0 where the loss is NaN; a dynamic loss scale finds its way by such steps."""
-        return torch.zeros_like(loss) if self.optimizer.scaler.rule.dynamic else loss.isnan().double()
 
     def _pass_ended(self, chunk: int = 0) -> None:
         self.reducer.pass_ended(chunk)
@@ -307,6 +304,7 @@ class Engine:
     def evaluate(self, batch: Batch) -> Tensor:
         """The mean token loss (scalar tensor, on every rank) of this data rank's share of a batch, without training; no
         number (NaN) where the batch has ids beyond the vocabulary."""
+        self.optimizer.validate()
         self._clear_flags()
         with torch.inference_mode(False), nullcontext() if self.wrapped is None else self.wrapped.evaluating():
             micros = self._micro_batches(batch, training=False)
@@ -318,6 +316,7 @@ class Engine:
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Logits [b s v/t] of tokens [b s], cut by vocabulary, on the last stage; None on the others."""
+        self.optimizer.validate()
         with torch.inference_mode(False):
             micro = MicroBatch(tokens.to(self.topology.device), training=False)
             outputs = self.executor.run(self._plan("forward-only", 1), [micro])
@@ -344,6 +343,7 @@ class Engine:
     def _take_in(self) -> None:
         """Frees what is gathered; values that were changed by hand are kept."""
         self._forwards_ended()
+        self.optimizer.validate()
         if self.changes is not None:
             self.changes.take_in()
 
@@ -366,7 +366,8 @@ class Engine:
     def _plan(self, schedule: str, microbatches: int) -> Plan:
         cut = self.blueprint.cut
         placement = cut.one_way if schedule == "forward-only" else cut.placement
-        return lowered(schedule, microbatches, placement, self.config.zero.stage == 3)
+        validates = self.optimizer.optimistic is not None and schedule != "forward-only"
+        return lowered(schedule, microbatches, placement, self.config.zero.stage == 3, validates)
 
     def record(self, on: bool = True) -> list[Span]:
         """Starts (or stops) to record what runs when; gives the spans recorded so far."""

@@ -35,6 +35,7 @@ from threed.schedules.action import COMPUTE
 from threed.topology import Topology, default_device
 from threed.zero import setup
 from threed.zero.layout import Group, Layout
+from threed.zero.optimistic import copied_bytes
 from threed.zero.reducer import Reducer
 from threed.zero.state import State, holdings, new_state, storages
 
@@ -110,6 +111,8 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     rule, delayed, before = setup.rule(config.optim), config.zero.delayed_update, Counter(traffic)
     states = [new_state(bucket, rule.state_names, layout.policy, delayed) for bucket in layout.buckets]
     held = holdings(layout, states, default_device().type == "cuda")
+    if blueprint.optimistic:
+        held["optimizer"] += copied_bytes(states)
     if delayed:
         held["optimizer"] += sum(bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets)
     gathered = _gather(blueprint)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,54 +42,75 @@ class Faults:
 
 
 @dataclass(frozen=True, eq=False)
+class Numbers:
+    """A step's numbers, as scalar tensors: see `StepMetrics`. found: what is wrong with the data so far."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    lr: Tensor
+    loss_scale: Tensor
+    skipped: Tensor
+    found: Tensor
+
+
+class Later:
+    """Numbers that are found when somebody asks for them; `find` is called once, and let go of."""
+
+    def __init__(self, find: Callable[[], Numbers]) -> None:
+        self._find: Callable[[], Numbers] | None = find
+        self._found: Numbers | None = None
+
+    def __call__(self) -> Numbers:
+        if self._find is not None:
+            self._found, self._find = self._find(), None
+        assert self._found is not None
+        return self._found
+
+
+@dataclass(frozen=True, eq=False)
 class StepMetrics:
     """What one step found out; reading a property waits for the device, and raises DataError where data were wrong.
 
     tokens: of the global batch. seconds: host time of the step's phases (fwd_bwd_s, dp_comm_s: what of the gradient
-    reduction was left to wait for, optim_s).
+    reduction was left to wait for, optim_s). After an optimistic update reading waits for the other ranks too.
     """
 
     step: int
     tokens: int
-    _loss: Tensor
-    _grad_norm: Tensor
-    _lr: Tensor
-    _loss_scale: Tensor
-    _skipped: Tensor
+    _numbers: Later
     seconds: Mapping[str, float]
     _faults: Faults
-    _found: Tensor
 
     def _checked(self, value: Tensor) -> float:
-        self._faults.tell(self.step, self._found)
+        self._faults.tell(self.step, self._numbers().found)
         return float(value)
 
     @property
     def loss(self) -> float:
         """The global batch's mean token loss before the update, in nats."""
-        return self._checked(self._loss)
+        return self._checked(self._numbers().loss)
 
     @property
     def loss_tensor(self) -> Tensor:
-        """The same as a scalar tensor, which nobody has to wait for."""
-        return self._loss
+        """The same as a scalar tensor; the host does not wait for its value."""
+        return self._numbers().loss
 
     @property
     def grad_norm(self) -> float:
         """The global gradient norm before clipping."""
-        return self._checked(self._grad_norm)
+        return self._checked(self._numbers().grad_norm)
 
     @property
     def lr(self) -> float:
         """The learning rate of this update."""
-        return float(self._lr)
+        return float(self._numbers().lr)
 
     @property
     def loss_scale(self) -> float:
         """What the loss of this step was multiplied with for its backward."""
-        return float(self._loss_scale)
+        return float(self._numbers().loss_scale)
 
     @property
     def skipped(self) -> int:
         """Steps skipped so far because a gradient was not finite."""
-        return int(self._skipped)
+        return int(self._numbers().skipped)

@@ -54,6 +54,11 @@ class Scaler:
         spent = torch.where(bad & ~halve, self.left - 1, self.left)
         self.left.copy_(torch.where(refill, full, spent))
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What an update changes."""
+        return self.scale, self.good, self.left
+
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps of it; of a constant scale nothing, it is the configuration's."""
         if not self.rule.dynamic:

@@ -33,6 +33,10 @@ def _boolean(value: object) -> object:
     return value
 
 
+def _auto_or_boolean(value: object) -> object:
+    return value if value == "auto" else _boolean(value)
+
+
 def _word_or(word: str, number: type[int] | type[float]) -> BeforeValidator:
     """Accepts `word`, or a positive number."""
 
@@ -109,6 +113,7 @@ Positive = Annotated[float, Field(gt=0), BeforeValidator(_number), Takes("X")]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number), Takes("X")]
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number), Takes("X")]
 Switch = Annotated[bool, BeforeValidator(_boolean), Takes("true|false")]
+AutoSwitch = Annotated[Literal["auto"] | bool, BeforeValidator(_auto_or_boolean), Takes("auto|true|false")]
 Text = Annotated[str, Field(min_length=1), Takes("TEXT")]
 PathText = Annotated[str, Field(min_length=1), Takes("PATH")]
 Partition = Annotated[

@@ -149,6 +149,7 @@ def _doors(watch: Watching) -> Iterator[None]:
         (door.mark, lambda _: Event(watch)),
         (door.synchronize, lambda *_: watch.waits_for_device("device")),
         (door.rng_states, lambda _: {}),
+        (door.set_rng_states, lambda *_: None),
         (pool.host_buffer, lambda nbytes: watch.pin(torch.empty(nbytes, dtype=torch.uint8))),
         (collectives.exchange, exchange),
         (rng.normal, normal),

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -102,6 +103,26 @@ def test_neither_does_a_step_whose_spans_are_recorded() -> None:
         device.step(engine)
         assert device.faults == device.waits == [], summary([*device.faults, *device.waits])
         assert len(engine.record(False)) == 2 * len(engine.executor._plan.ranks[1])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimistic_update_waits_for_one_number_and_reads_none_of_the_device(stage: int) -> None:
+    """In the next step, for what was sent to the host when the sum was there; also where the update is undone."""
+    case = Case(pp=4, dp=2, zero=stage, dtype="bf16", microbatches=2)
+    config = config_of(case)
+    parallel = config.parallel.model_copy(update={"optimistic_step": True})
+    with pretending(2, case.world) as device:
+        engine = device.engine(config.model_copy(update={"parallel": parallel}))
+        optimistic, restarts = engine.optimizer.optimistic, []
+        for undone in (False, False, True):
+            if undone:
+                optimistic._attempt = replace(optimistic._attempt, wrong=SimpleNamespace(wait=lambda: True))
+            device.step(engine)
+            restarts.append(optimistic.restarts)
+            if len(restarts) > 1:
+                assert device.faults == [], summary(device.faults)
+                assert len(device.waits) == (not undone), summary(device.waits)
+        assert restarts == [0, 0, 1]
 
 
 @pytest.mark.grid

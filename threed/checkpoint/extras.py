@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,18 @@ class Extras:
     topology: Topology
     generators: bool
     _told: set[str] = field(default_factory=set)
+
+    def rewinding(self) -> Callable[[], None]:
+        """Returns what sets changing buffers, and torch's generators, back to what they are now: for forwards that run
+        again."""
+        states, values = rng_states(self.topology.device), self.buffers.changing()
+
+        def rewind() -> None:
+            set_rng_states(states, self.topology.device)
+            for place, value in values:
+                place.store(value)
+
+        return rewind
 
     def ready(self) -> None:
         """Makes buffers equal on all ranks before they are saved; warns once if tensor ranks differ. Collective."""

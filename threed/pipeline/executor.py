@@ -4,6 +4,7 @@
     outputs  = executor.run(plan, micro_batches)
 
 A backward is whole (B), or split: I computes the input's gradient, and sets aside what W computes the weights' from.
+Where VALIDATE finds that the update before the plan was wrong, `run` raises Outdated: it has to begin again.
 
 Receives are posted where the plan has them, when the other side sends, and waited for at first use. Sends are waited
 for two messages later, or at the end. Training, evaluation and sampling are all plans.
@@ -33,6 +34,10 @@ from threed.schedules.action import COMPUTE, Action, Kind
 from threed.schedules.plan import Plan
 
 Span = tuple[Action, float, float]
+
+
+class Outdated(Exception):
+    """A plan found at VALIDATE that its forwards ran with wrong weights. They are right now: run the plan again."""
 
 
 def with_next_pass(actions: Sequence[Action]) -> Iterator[tuple[Action, tuple[Action, ...]]]:
@@ -65,21 +70,21 @@ class Executor:
     """Runs plans over the stages (chunks) of one pipeline rank.
 
     on_backward(chunk) is called after each backward, of a split one after its W; on_reduce(chunk) where the plan has
-    the reduction of a chunk's gradients. weight_gradients: what split backwards need. overlap: the streams of pairs; by
-    default their parts run one after the other. varying: forms depend on more than the shapes of a micro-batch, and
-    precede every message. After `record()`, `spans` are (action, start, end) of every action, in seconds of
-    `time.perf_counter`.
+    the reduction of a chunk's gradients; on_validate() says at VALIDATE whether the weights are right, and if not, it
+    has corrected them. weight_gradients: what split backwards need. overlap: the streams of pairs; by default their
+    parts run one after the other. varying: forms depend on more than the shapes of a micro-batch, and precede every
+    message. After `record()`, `spans` are (action, start, end) of every action, in seconds of `time.perf_counter`.
     """
 
     def __init__(
         self, stages: Sequence[Stage], transport: Transport, rank: int,
         on_reduce: Callable[[int], None] | None = None, on_backward: Callable[[int], None] | None = None, *,
         weight_gradients: WeightGradients | None = None, overlap: Overlap | None = None,
-        device: torch.device | None = None, varying: bool = False,
+        device: torch.device | None = None, varying: bool = False, on_validate: Callable[[], bool] | None = None,
     ) -> None:  # fmt: skip
         self.stages, self.transport, self.rank = stages, transport, rank
         self.on_reduce, self.on_backward, self.weight_gradients = on_reduce, on_backward, weight_gradients
-        self.device, self.varying = device or torch.device("cpu"), varying
+        self.device, self.varying, self.on_validate = device or torch.device("cpu"), varying, on_validate
         self.overlap = overlap or Overlap(torch.device("cpu"))
         self._forms: dict[tuple[Any, ...], Form] = {}
         self._clock: Clock | None = None  # while spans are recorded
@@ -96,6 +101,7 @@ class Executor:
             Kind.RECV_B: self._receive,
             Kind.GATHER: self._gather,
             Kind.REDUCE: self._reduce,
+            Kind.VALIDATE: self._validate,
         }
 
     def record(self, on: bool = True) -> None:
@@ -109,7 +115,8 @@ class Executor:
         return [(action, seconds(began), seconds(end)) for action, began, end in self._marks] if seconds else []
 
     def run(self, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
-        """Runs this rank's part of a lowered plan; returns the losses, by micro-batch, on the last stage."""
+        """Runs this rank's part of a lowered plan; returns the losses, by micro-batch, on the last stage. Raises
+        Outdated, on all ranks, where it has to begin again."""
         self._plan, self._micros = plan, micros
         self._signatures = [(n, *signature(m)) if self.varying else signature(m) for n, m in enumerate(micros)]
         if self.varying:
@@ -293,3 +300,14 @@ class Executor:
     def _reduce(self, action: Action) -> None:
         if self.on_reduce is not None:
             self.on_reduce(action.chunk)
+
+    def _validate(self, action: Action) -> None:
+        if self.on_validate is None or self.on_validate():
+            return
+        for arrived in self._arriving.values():  # every message before the cut has both its ends there
+            for part in arrived:
+                if isinstance(part, Pending):
+                    part.wait()
+        while self._sent:
+            self._wait_for_oldest_send()
+        raise Outdated(f"plan {self._plan.name}: rank {self.rank}: {action}: the update before it was undone")

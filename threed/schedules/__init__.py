@@ -34,6 +34,7 @@ from threed.schedules.rendezvous import check_rendezvous, validate
 from threed.schedules.simulate import Costs, Timeline, peak_activations, replay, simulate, span_and_bubble
 from threed.schedules.torch_csv import from_csv, to_csv
 from threed.schedules.v_shape import v_half, v_min, zb_v
+from threed.schedules.validation import time_between_steps
 from threed.schedules.zb_auto import planned, zb_auto
 from threed.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -41,8 +42,8 @@ __all__ = [
     "NOT_YET", "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "absolute", "available", "build",
     "check_name", "check_rendezvous", "chimera", "chunks_are_free", "draw", "dualpipe", "dualpipev", "forward_only",
     "from_csv", "gpipe", "interleaved", "legal", "lower", "names_file", "one_f_one_b", "own_chunks", "peak_activations",
-    "read_csv", "register", "replay", "schedule", "simulate", "span_and_bubble", "stack", "svg", "to_csv", "together",
-    "v_half", "v_min", "validate", "zb_auto", "zb_h1", "zb_h2", "zb_v",
+    "read_csv", "register", "replay", "schedule", "simulate", "span_and_bubble", "stack", "svg", "time_between_steps",
+    "to_csv", "together", "v_half", "v_min", "validate", "zb_auto", "zb_h1", "zb_h2", "zb_v",
 ]  # fmt: skip
 
 ScheduleName = Literal[

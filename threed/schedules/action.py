@@ -25,12 +25,13 @@ class Kind(StrEnum):
     RECV_B = "RB"  # receive it
     GATHER = "GATHER"  # start gathering a chunk's first parameters
     REDUCE = "REDUCE"  # a chunk's gradients are complete: sum those shared with other stages
+    VALIDATE = "VALIDATE"  # was the update before this step right? if not, the step begins again
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.FB})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
-PER_CHUNK = frozenset({Kind.GATHER, Kind.REDUCE})
+PER_CHUNK = frozenset({Kind.GATHER, Kind.REDUCE, Kind.VALIDATE})
 
 _TEXT = re.compile(r"([A-Z]+)(\d+)(?:\.(\d+))?")
 
@@ -38,9 +39,9 @@ _TEXT = re.compile(r"([A-Z]+)(\d+)(?:\.(\d+))?")
 class Action(NamedTuple):
     """One thing a rank does, for one micro-batch of one of its chunks.
 
-    `microbatch` counts from 0 and is global; it is -1 for the kinds that concern a whole chunk (GATHER, REDUCE).
-    `chunk` is the acting rank's own chunk, also for sends and receives. `beside`, of an FB only: the backward that runs
-    together with this forward.
+    `microbatch` counts from 0 and is global; it is -1 for the kinds that concern a whole chunk (GATHER, REDUCE), or the
+    whole rank (VALIDATE, of chunk 0). `chunk` is the acting rank's own chunk, also for sends and receives. `beside`, of
+    an FB only: the backward that runs together with this forward.
     """
 
     kind: Kind

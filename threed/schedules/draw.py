@@ -31,6 +31,7 @@ _STYLES = {
     Kind.RECV_B: ("#f2b48f", "receive gradient"),
     Kind.GATHER: ("#8c8c8c", "gather"),
     Kind.REDUCE: ("#c0395b", "reduce"),
+    Kind.VALIDATE: ("#4b5563", "validate"),
 }
 _IDLE = "#eceff3"
 _INK, _FAINT, _GRID = "#1f2937", "#6b7280", "#d5dae1"

@@ -17,6 +17,7 @@ from dataclasses import replace
 from threed.schedules.action import COMPUTE, Action, Kind
 from threed.schedules.plan import Plan
 from threed.schedules.play import Spans, play
+from threed.schedules.validation import add_validation
 
 _UNIT_TIME = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 # At equal times what ends comes before what starts, and a message that another rank waits for before a reduction.
@@ -24,12 +25,14 @@ _GATHER, _MESSAGE, _REDUCE, _START, _PHASES = range(5)
 Targets = dict[tuple[int, Kind, int], tuple[Kind, Kind, int, int]]
 
 
-def lower(plan: Plan, gathers: bool = False) -> Plan:
-    """Returns the plan with sends, receives and reductions added, and with `gathers` the starts of parameter gathers.
+def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
+    """Returns the plan with sends, receives and reductions added, with `gathers` the starts of parameter gathers, and
+    with `validates` where the update before it is validated.
 
     A SEND and its RECV stand where the result is made, unless both stages are on one rank; REDUCE follows a chunk's
-    last backward; GATHER stands as early as it may, right behind the compute action before the one it is for. Raises
-    ValueError if the plan is not legal, stalls, or has communication already.
+    last backward; GATHER stands as early as it may, right behind the compute action before the one it is for; VALIDATE
+    as late as it may (`validation.py`). Raises ValueError if the plan is not legal, stalls, or has communication
+    already.
     """
     for rank, actions in enumerate(plan.ranks):
         for action in actions:
@@ -50,7 +53,8 @@ def lower(plan: Plan, gathers: bool = False) -> Plan:
         send, receive, by, there = targets[rank, kind, chunk]
         ranks[rank].append(Action(send, microbatch, chunk))
         ranks[by].append(Action(receive, microbatch, there))
-    return replace(plan, ranks=tuple(map(tuple, ranks)))
+    lowered = replace(plan, ranks=tuple(map(tuple, ranks)))
+    return add_validation(lowered) if validates else lowered
 
 
 def _targets(plan: Plan) -> Targets:

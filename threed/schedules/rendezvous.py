@@ -4,7 +4,8 @@ Use: `check_rendezvous(lower(plan))` returns nothing, or raises naming the ranks
 
 Every send and every receive blocks until the other side stands at the matching one, and messages between two ranks in
 one direction share one in-order channel. A plan that passes also finishes on any transport that buffers or runs
-ahead. REDUCE and GATHER concern other groups of ranks and are passed over here.
+ahead. REDUCE and GATHER concern other groups of ranks and are passed over here; VALIDATE waits for none that has not
+got there, and must be a consistent cut.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from threed.schedules.action import COMPUTE, RECEIVES, SENDS, Action, Kind
 from threed.schedules.legal import check_reductions, legal
 from threed.schedules.plan import Plan
 from threed.schedules.play import play
+from threed.schedules.validation import check_validation
 
 _RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 
@@ -25,6 +27,7 @@ def check_rendezvous(plan: Plan) -> None:
     """
     legal(plan)
     _check_inputs(plan)
+    check_validation(plan)
     at = [0] * plan.stages
     progress = True
     while progress:

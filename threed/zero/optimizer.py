@@ -2,6 +2,7 @@
 
     step(gradients, carry) :  global norm -> clip factor and skip flag -> bucket by bucket: apply the rule (AdamW, SGD,
                               Lion) to the slice, copy it to the parameters, begin to gather them
+    validate()             :  of an optimistic update, which did not wait for the global norm (`optimistic.py`)
 
 Slices are staged from their storages: while one bucket is updated, the next is read and the previous one written. With
 state on a drive, every second update runs in reverse order and begins with what the previous one left in idle buffers.
@@ -14,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from threed.zero.gather import Gatherer
 from threed.zero.gradients import Gradient
 from threed.zero.layout import Bucket, Layout
 from threed.zero.norm import sum_of_squares
+from threed.zero.optimistic import Optimistic
 from threed.zero.state import (
     GRADIENT,
     PARAMETER,
@@ -43,20 +44,9 @@ from threed.zero.state import (
     update_order,
 )
 from threed.zero.unused import Stretch, Unused
+from threed.zero.update import Before, Update
 
 HOST = torch.device("cpu")
-
-
-@dataclass(frozen=True, eq=False)
-class Update:
-    """The results of a step, as scalar tensors: the gradient norm before clipping, the learning rate used, the loss
-    scale of its backward, whether the step was skipped (1.0); and the sums over all ranks of its `carry` [k]."""
-
-    grad_norm: Tensor
-    lr: Tensor
-    loss_scale: Tensor
-    skipped: Tensor
-    sums: Tensor
 
 
 class Optimizer:
@@ -64,14 +54,14 @@ class Optimizer:
 
     learning_rate: maps the number of updates done (a tensor) to a learning rate (a tensor). grad_clip: the largest
     norm a step may have, 0 for no clipping. everyone: the axis of all ranks, for the norm. loss_scale: the factor in
-    the gradients. delayed: the update runs during the next step, which uses the weights from before it. device: where
-    the layers run.
+    the gradients. delayed: the update runs during the next step, which uses the weights from before it. optimistic: the
+    update does not wait for the norm, and is validated later. device: where the layers run.
     """
 
     def __init__(
         self, layout: Layout, gatherer: Gatherer, everyone: Axis, rule: Rule,
         learning_rate: Callable[[Tensor], Tensor], *, device: torch.device, grad_clip: float, loss_scale: LossScale,
-        delayed: bool = False,
+        delayed: bool = False, optimistic: bool = False,
     ) -> None:  # fmt: skip
         self.layout, self.gatherer, self.everyone, self.rule = layout, gatherer, everyone, rule
         self.learning_rate, self.grad_clip = learning_rate, grad_clip
@@ -86,30 +76,48 @@ class Optimizer:
         self.updates = torch.zeros((), dtype=torch.float64, device=device)  # done so far; a skipped step is none
         self.skips = torch.zeros((), dtype=torch.float64, device=device)
         self.scaler = Scaler(loss_scale, device)
+        self.optimistic = Optimistic(self) if optimistic else None
         self.unused: Unused | None = None  # set for a wrapped module
         self._stretches: dict[Bucket, list[Stretch]] = {}
 
-    def step(self, gradients: Sequence[Gradient], carry: Tensor) -> Update:
-        """Updates the weights from every bucket's slice of the summed gradients.
+    def step(self, gradients: Sequence[Gradient], carry: Tensor) -> Callable[[], Update]:
+        """Updates the weights from every bucket's slice of the summed gradients; returns what gives the results.
 
-        carry: fp64 [k], numbers of this rank (its loss), summed over all ranks in the same all-reduce as the norm.
+        carry: fp64 [k], numbers of this rank (its loss), summed over all ranks in the same all-reduce as the norm. An
+        optimistic update does not wait for that: whoever asks for the results does.
         """
         self.finish_delayed()
         self._stretches = {} if self.unused is None else self.unused.stretches
         found = [gradient.squares for gradient in gradients]
         mine = torch.cat((sum_of_squares(found, self.layout.buckets, carry.device), carry))
-        sums = collectives.sum_of_scalars(mine, self.everyone)
-        scale = self.scaler.scale.clone()  # of this step's backward
-        norm = sums[0].sqrt() / scale
-        skip = ((sums[1] > 0) | ~torch.isfinite(norm)).double()
-        clip = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0) if self.grad_clip else torch.ones_like(norm)
-        lr = self.learning_rate(self.updates)
-        self.updates += 1 - skip
-        self.skips += skip
-        self.scaler.update(skip)
-        now = StepScalars(lr, self.updates.clamp(min=1), torch.where(skip == 0, clip / scale, 1.0), skip)
-        self._update_all(gradients, now)
-        return Update(norm, lr, scale, skip, sums[2:])
+        if self.optimistic is not None:
+            return self.optimistic.step(gradients, mine)
+        update = self.before().with_sums(collectives.sum_of_scalars(mine, self.everyone))
+        self.apply(gradients, update)
+        return lambda: update
+
+    def before(self) -> Before:
+        """Returns what an update begins with."""
+        scale, skips = self.scaler.scale.clone(), self.skips.clone()
+        return Before(self.learning_rate(self.updates), scale, skips, self.grad_clip)
+
+    def apply(self, gradients: Sequence[Gradient], update: Update) -> None:
+        """Counts an update, and begins to do it."""
+        self.updates += 1 - update.skip
+        self.skips += update.skip
+        self.scaler.update(update.skip)
+        scale = torch.where(update.skip == 0, update.clip / update.loss_scale, 1.0)
+        self._update_all(gradients, StepScalars(update.lr, self.updates.clamp(min=1), scale, update.skip))
+
+    @property
+    def pending(self) -> bool:
+        """Whether the last update may have to be undone."""
+        return self.optimistic is not None and self.optimistic.pending
+
+    def validate(self) -> bool:
+        """Whether the last update was right; if it was not, it was undone, and done again. Parameters are not gathered
+        then. Collective where it was wrong."""
+        return self.optimistic is None or self.optimistic.validate()
 
     def _update_all(self, gradients: Sequence[Gradient], now: StepScalars) -> None:
         self.publish_delayed()
@@ -197,7 +205,9 @@ class Optimizer:
         store_all(buffers) if write else drop_all(buffers)
 
     def finish_delayed(self) -> None:
-        """Waits for a delayed update, if one is running: then the states are new, the parameters not yet."""
+        """Waits for a delayed update, if one is running: then the states are new, the parameters not yet. Validates an
+        optimistic one."""
+        self.validate()
         if self._under_way is not None:
             self._under_way.result()
         self.check_whole()
@@ -236,6 +246,8 @@ class Optimizer:
 
     def discard(self) -> None:
         """Drops a delayed update and the states kept in buffers, before everything is overwritten."""
+        if self.optimistic is not None:
+            self.optimistic.discard()
         if self._under_way is not None:
             wait((self._under_way,))
         self._under_way = None

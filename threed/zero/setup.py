@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
 import torch
+from torch import Tensor
 
 from threed.config import Config, ConfigError, OptimConfig, PrecisionConfig
 from threed.memory.io import Disk
@@ -17,9 +18,11 @@ from threed.ops.sgd import SGD
 from threed.ops.update import Rule
 from threed.planner.memory import drive_buffers, update_buffers
 from threed.precision import LossScale, dtype
+from threed.schedules import Costs, Plan, time_between_steps
 from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
 from threed.zero.layout import GroupOptions, HasModules, Layout, Policy
+from threed.zero.learning_rate import schedule
 
 
 def shard_axes(config: Config, topology: Topology) -> tuple[str, str, str]:
@@ -33,6 +36,20 @@ def shard_axes(config: Config, topology: Topology) -> tuple[str, str, str]:
         return "", "dp", ""
     base = "dp" if n == dp else f"dp/{n}"
     return base, "" if n == dp else f"dp%{n}", f"{base}@gather" if config.zero.stage == 3 else base
+
+
+def gather_axis(config: Config, topology: Topology, policy: Policy) -> Axis:
+    """Returns the axis that gathers are over: S, with a communicator of its own where there are other collectives."""
+    name = shard_axes(config, topology)[2]
+    return topology.axis(name) if name else policy.shard
+
+
+def check_tile(wanted: int, tile: int, wrapped: bool) -> None:
+    """Raises ConfigError where a model is cut into another number of tiles than asked for."""
+    if wanted != tile:
+        own = "build it with Slicing(..., tile=config.zero.tile)"
+        fix = "modules are wrapped whole: leave it out" if wrapped else own
+        raise ConfigError([f"--zero.tile {wanted}: this model is cut into {tile}; {fix}"])
 
 
 def policy(config: Config, topology: Topology) -> Policy:
@@ -126,6 +143,23 @@ def rule(optim: OptimConfig) -> Rule:
     if optim.name == "lion":
         return Lion(*optim.betas)
     return Adam(*optim.betas, optim.eps)
+
+
+def is_optimistic(config: Config, plan: Plan) -> bool:
+    """Whether updates begin before the gradient norm is known: as configured, or (auto) where the plan's ranks need not
+    wait for each other between steps, and every state is on the device."""
+    zero, asked = config.zero, config.parallel.optimistic_step
+    if asked != "auto":
+        return asked
+    if plan.stages == 1 or zero.delayed_update or {zero.offload_optimizer, zero.offload_params} != {"none"}:
+        return False
+    return time_between_steps(plan, Costs(1.0, 1.0, 1.0)) > 0
+
+
+def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:
+    """Returns the function from updates done to the next one's learning rate."""
+    min_lr = optim.lr / 10 if optim.min_lr is None else optim.min_lr
+    return schedule(optim.schedule, optim.lr, min_lr, optim.warmup, steps)
 
 
 def loss_scale(precision: PrecisionConfig) -> LossScale:
