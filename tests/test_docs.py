@@ -30,6 +30,11 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 EXAMPLE, WRAPPING = ROOT / "examples" / "custom_model.py", ROOT / "examples" / "wrap_transformers.py"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FOLDERS = ("threed/", "pretrain/", "examples/", "benchmarks/", "tests/", "docs/", "csrc/", ".ci/")
+PICTURES = (
+    "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera", "dualpipe",
+    "dualpipev",
+)  # fmt: skip
+SHIPPED = set(schedules.available())  # without what tests register
 KEYS = {f"--{group}.{key_name(name)}" for group, model in GROUPS.items() for name in model.model_fields}
 
 page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -249,11 +254,21 @@ def run_beside_a_model(block: str, folder: str) -> None:
     exec(block, {"__name__": "page", "model": hf_models.make("gpt2"), "data": data})
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("name", PICTURES)
 def test_pictures_of_plans_are_what_the_tool_draws(name: str, tmp_path: Path) -> None:
     drawn = tmp_path / "plan.svg"
     assert cli.main(["schedule", name, "--stages", "4", "--microbatches", "8", "--svg", str(drawn)]) == 0
     assert (ROOT / "docs" / "images" / f"{name}.svg").read_text() == drawn.read_text()
+
+
+def test_the_page_of_schedules_has_each_with_its_simulated_figures() -> None:
+    page = (ROOT / "docs" / "schedules.md").read_text()
+    assert set(PICTURES) == SHIPPED
+    for name in PICTURES:
+        timeline = schedules.simulate(schedules.build(name, 4, 8), schedules.Costs(1, 1, 1))
+        held, sent = (" · ".join(f"{n:g}" for n in of) for of in (timeline.peak_activations, timeline.messages))
+        assert f"| `{name}` | {timeline.makespan:g} | {timeline.bubble * 100:.1f} % | {held} | {sent} |" in page
+        assert f"(images/{name}.svg)" in page
 
 
 def test_the_picture_of_the_house_is_new_and_shows_every_room() -> None:

@@ -52,8 +52,8 @@ _OTHERS = (
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
     Refusal("checkpoint", "async_", (False,), "saving while training goes on"),
 )
-REFUSALS = (*_OTHERS, *_of_schedule("1f1b"))
-"""Features that are not there yet. Who builds one deletes its line."""
+REFUSALS = (*_OTHERS, *_of_schedule("interleaved"))
+"""Features that are not there yet, under a schedule with any number of chunks. Who builds one deletes its line."""
 
 
 def find_refusals(config: Config) -> list[str]:

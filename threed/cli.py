@@ -144,7 +144,9 @@ def _schedule(a: argparse.Namespace) -> None:
         a.csv.write_text(schedules.to_csv(plan))
     if a.svg:
         title = f"{Path(a.name).name}: {plan.stages} stages, {plan.microbatches} micro-batches"
-        a.svg.write_text(schedules.svg(timeline.spans, title, f"bubble {timeline.bubble:.1%}", ways=plan.ways))
+        peak = f"at most {max(timeline.peak_activations):g} micro-batches in memory"
+        subtitle = f"ends at {timeline.makespan:g}, bubble {timeline.bubble:.1%}, {peak}"
+        a.svg.write_text(schedules.svg(timeline.spans, title, subtitle, ways=plan.ways))
     print(json.dumps(facts) if a.json else "\n".join(f"{name:<17} {value}" for name, value in facts.items()))
 
 

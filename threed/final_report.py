@@ -53,7 +53,7 @@ def _pipeline(forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]]) ->
     name, count = Path(forecast.config.parallel.schedule).name, forecast.microbatches
     ran = f"measured bubble {span_and_bubble(spans)[1]:.1%}, ideal {forecast.bubble:.1%}; {count} micro-batches"
     due = f"bubble {span_and_bubble(planned)[1]:.1%}: each action takes the mean of its kind, messages take no time"
-    return stack([
-        svg(spans, f"One step of {name} on {ranks}, as it ran", ran, legend=False, unit="s"),
-        svg(planned, "As planned, with these times", due, unit="s", ways=plan.ways, extent=extent),
+    return stack([  # the legend stands with the messages
+        svg(spans, f"One step of {name} on {ranks}, as it ran", ran, unit="s", ways=plan.ways),
+        svg(planned, "As planned, with these times", due, legend=False, unit="s", extent=extent),
     ])  # fmt: skip

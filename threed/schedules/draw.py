@@ -38,6 +38,8 @@ _INK, _FAINT, _GRID = "#1f2937", "#6b7280", "#d5dae1"
 _FONT = "Inter, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 _WIDTH, _LEFT, _RIGHT, _GAP = 1000, 64, 22, 5
 _LIGHTEST = 0.5  # how much white there is in the last chunk's colours
+_EDGES, _NO_EDGE = '<g stroke="#ffffff" stroke-width="0.8">', ' stroke="none"'
+_NUMBERS = '<g font-size="11" text-anchor="middle">'
 _SCALES = {"s": ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))}
 
 
@@ -81,8 +83,9 @@ def svg(
     """
     page = _page(spans_per_rank, 12 + 26 * bool(title) + 20 * bool(subtitle), extent)
     body = [*_headings(title, subtitle), *_lanes(page), *_axis(page, unit)]
-    for rank, spans in enumerate(spans_per_rank):
-        body += [_box(page, rank, span) for span in spans if span[2] > span[1]]
+    drawn = [(rank, span) for rank, spans in enumerate(spans_per_rank) for span in spans if span[2] > span[1]]
+    body += [_EDGES, *(_box(page, *each) for each in drawn), "</g>"]
+    body += [_NUMBERS, *(label for each in drawn for label in _labels(page, *each)), "</g>"]
     height = page.bottom + 46
     if legend:
         entries, height = _legend(_entries(spans_per_rank, page.chunks, ways), height)
@@ -121,8 +124,9 @@ def _page(spans_per_rank: Sequence[Sequence[Span]], top: int, least: float) -> _
 def _text(
     x: float, y: float, text: str, size: int = 12, fill: str = _INK, anchor: str = "start", weight: int = 400
 ) -> str:
+    bold = "" if weight == 400 else f' font-weight="{weight}"'
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" font-weight="{weight}">'
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}"{bold}>'
         f"{escape(text)}</text>"
     )
 
@@ -165,34 +169,47 @@ def _step(extent: float) -> float:
     return power * next(factor for factor in (1, 2, 5, 10) if ceil(extent / (power * factor)) <= 12)
 
 
-def _box(page: _Page, rank: int, span: Span) -> str:
+def _places(page: _Page, rank: int, span: Span) -> Iterator[tuple[Action, float, float, float, float]]:
+    """Where the parts of an action lie: each with x, y, width and height."""
     action, start, end = span
     x, y, width, height = page.x(start), float(page.y(rank)), page.x(end) - page.x(start), page.lane - page.strip
     if action.kind not in COMPUTE:
         y, height = y + height, page.strip
+    each = height / len(action.parts)
+    for number, part in enumerate(action.parts):
+        yield part, x, y + number * each, width, each
+
+
+def _box(page: _Page, rank: int, span: Span) -> str:
+    action, start, end = span
     hint = f"<title>{action}: {start - page.origin:.6g} to {end - page.origin:.6g}</title>"
-    parts = action.parts
-    each = height / len(parts)
+    places = list(_places(page, rank, span))
     box = "".join(
-        _part(part, page.chunks, x, y + number * each, width, each, hint) for number, part in enumerate(parts)
+        f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{_fill(page, part)}"'
+        f"{_NO_EDGE if width <= 3 else ''}>{hint}</rect>"
+        for part, x, y, width, height in places
     )
-    if len(parts) > 1 and width > 3:
-        left, top = x + 0.8, y + 0.8
+    _, x, y, width, height = places[0]
+    if len(places) > 1 and width > 3:
         box += (
-            f'<rect x="{left:.2f}" y="{top:.1f}" width="{width - 1.6:.2f}" height="{height - 1.6:.1f}" fill="none" '
-            f'stroke="{_INK}" stroke-width="1.2"/>'
+            f'<rect x="{x + 0.8:.2f}" y="{y + 0.8:.1f}" width="{width - 1.6:.2f}" '
+            f'height="{len(places) * height - 1.6:.1f}" fill="none" stroke="{_INK}" stroke-width="1.2"/>'
         )
     return box
 
 
-def _part(action: Action, chunks: int, x: float, y: float, width: float, height: float, hint: str) -> str:
-    fill = _shade(_STYLES[action.kind][0], action.chunk, chunks)
-    edge = ' stroke="#ffffff" stroke-width="0.8"' if width > 3 else ""
-    box = f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{fill}"{edge}>{hint}</rect>'
-    label, size = str(action.microbatch), 11 if height >= 18 else 9
-    if action.kind in COMPUTE and width >= 0.62 * size * len(label) + 4 and height >= size:
-        box += _text(x + width / 2, y + height / 2 + 0.36 * size, label, size, _ink(fill), anchor="middle")
-    return box
+def _labels(page: _Page, rank: int, span: Span) -> Iterator[str]:
+    """The micro-batches of an action's parts, where there is room."""
+    for part, x, y, width, height in _places(page, rank, span):
+        label, size = str(part.microbatch), 11 if height >= 18 else 9
+        if part.kind in COMPUTE and width >= 0.62 * size * len(label) + 4 and height >= size:
+            size_here = ' font-size="9"' if size == 9 else ""
+            place = f'x="{x + width / 2:.1f}" y="{y + height / 2 + 0.36 * size:.1f}"'
+            yield f'<text {place} fill="{_ink(_fill(page, part))}"{size_here}>{label}</text>'
+
+
+def _fill(page: _Page, action: Action) -> str:
+    return _shade(_STYLES[action.kind][0], action.chunk, page.chunks)
 
 
 def _shade(fill: str, chunk: int, chunks: int) -> str:

@@ -1,0 +1,30 @@
+"""Two schedules of one's own, to train with or to draw.
+
+    torchrun --standalone --nproc-per-node 2 -m threed train gpt --preset tiny --parallel.pp 2 \\
+        --parallel.schedule examples/own_schedule.py:gpipe_late
+    threed schedule examples/own_schedule.py:gpipe_late --stages 4 --microbatches 8 --svg gpipe-late.svg
+
+A schedule is a function (stages, microbatches) -> Plan: per rank, what it computes, in order. Communication is added.
+"""
+
+from __future__ import annotations
+
+from threed import schedules
+from threed.schedules import Action, Costs, Kind, Plan
+
+
+@schedules.schedule("gpipe-late")
+def gpipe_late(stages: int, microbatches: int) -> Plan:
+    """GPipe with a backward in two: all forwards, all input gradients, all weight gradients.
+
+    Ranks wait (stages - 1) (F + I), where GPipe's wait (stages - 1) (F + I + W); the memory is the same.
+    """
+    kinds = (Kind.F, Kind.I, Kind.W)
+    actions = tuple(Action(kind, microbatch) for kind in kinds for microbatch in range(microbatches))
+    return Plan("gpipe-late", stages, microbatches, 1, (actions,) * stages)
+
+
+@schedules.schedule("timed")
+def timed(stages: int, microbatches: int) -> Plan:
+    """zb-auto with times of one's own, and with memory for six micro-batches on a rank."""
+    return schedules.zb_auto(stages, microbatches, Costs(1.0, 1.2, 0.8, send=0.1), limit=6)
