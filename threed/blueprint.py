@@ -8,6 +8,7 @@ any rank of any grid would hold, and no byte of it is in memory.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,12 @@ class Blueprint:
         setup.size_buffers(laid_out, config, len(setup.rule(config.optim).state_names))
         return cls(model, topology, config, layers, recomputed, plan, cut, laid_out, division)
 
+    def lowered(self, microbatches: int, training: bool = True) -> Plan:
+        """Returns a step's plan with its communication; of forwards alone for evaluation and sampling."""
+        schedule = self.config.parallel.schedule if training else None
+        placement = self.cut.placement if training else self.cut.one_way
+        return _lowered(schedule, microbatches, placement, self.config.zero.stage == 3, training and self.optimistic)
+
     @property
     def chunks(self) -> tuple[range, ...]:
         """The layers of this rank, by their numbers in the model, chunk by chunk."""
@@ -115,6 +122,16 @@ def set_loss_chunks(layers: Sequence[nn.Module], config: Config) -> None:
     for layer in layers:
         if hasattr(layer, "loss_chunks"):
             layer.loss_chunks = config.recompute.loss_chunks  # type: ignore[assignment]
+
+
+@functools.lru_cache(maxsize=32)
+def _lowered(
+    schedule: str | None, microbatches: int, placement: tuple[tuple[int, ...], ...], gathers: bool, validates: bool
+) -> Plan:
+    stages, chunks = len(placement), len(placement[0])
+    if schedule is None:
+        return schedules.lower(schedules.forward_only(stages, microbatches, placement), gathers)
+    return schedules.lower(schedules.build(schedule, stages, microbatches, chunks), gathers, validates)
 
 
 def step_plan(config: Config, data_ranks: int) -> Plan:

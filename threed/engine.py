@@ -12,7 +12,6 @@ the host; `StepMetrics` does that when it is asked.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -43,8 +42,6 @@ from threed.pipeline.overlap import Overlap
 from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.transport import Transport, links
 from threed.precision import LossScale
-from threed.schedules import Plan, forward_only, lower
-from threed.schedules import build as build_plan
 from threed.sharding import Box, Piece, initial
 from threed.topology import Topology
 from threed.zero import agreement, records, setup, table
@@ -58,19 +55,6 @@ from threed.zero.unused import Unused
 from threed.zero.update import Update
 
 PHASES = ("fwd_bwd_s", "dp_comm_s", "optim_s")
-
-
-@functools.lru_cache(maxsize=32)
-def lowered(
-    schedule: str, microbatches: int, placement: tuple[tuple[int, ...], ...], gathers: bool, validates: bool
-) -> Plan:
-    """A schedule's plan with its communication; "forward-only" for evaluation and sampling."""
-    stages, chunks = len(placement), len(placement[0])
-    forward = schedule == "forward-only"
-    plan = (
-        forward_only(stages, microbatches, placement) if forward else build_plan(schedule, stages, microbatches, chunks)
-    )
-    return lower(plan, gathers, validates)
 
 
 class Engine:
@@ -216,7 +200,7 @@ class Engine:
         while True:
             micros = self._micro_batches(batch, training=True)
             self.begin(len(micros))
-            plan = self._plan(self.config.parallel.schedule, len(micros))
+            plan = self.blueprint.lowered(len(micros))
             try:
                 with own_backward(self.reducer):
                     losses = self.executor.run(plan, micros)
@@ -309,7 +293,7 @@ class Engine:
         with torch.inference_mode(False), nullcontext() if self.wrapped is None else self.wrapped.evaluating():
             micros = self._micro_batches(batch, training=False)
             self.buffers.agree()
-            losses = self.executor.run(self._plan("forward-only", len(micros)), micros)
+            losses = self.executor.run(self.blueprint.lowered(len(micros), training=False), micros)
             self._forwards_ended()
             sums = collectives.sum_of_scalars(self._with_flags(self._carry(losses, 1.0)), self.topology.axis("world"))
             return torch.where(sums[1:].any(), torch.nan, sums[0])
@@ -319,7 +303,7 @@ class Engine:
         self.optimizer.validate()
         with torch.inference_mode(False):
             micro = MicroBatch(tokens.to(self.topology.device), training=False)
-            outputs = self.executor.run(self._plan("forward-only", 1), [micro])
+            outputs = self.executor.run(self.blueprint.lowered(1, training=False), [micro])
             self._forwards_ended()
             return outputs[0].transpose(0, 1) if outputs else None
 
@@ -362,12 +346,6 @@ class Engine:
     def _micro_batches(self, batch: Batch, training: bool) -> list[MicroBatch]:
         scale = self.optimizer.scaler.scale if training else 1.0
         return self.batches.micro_batches(batch, self.steps, self.consumed, scale, training)
-
-    def _plan(self, schedule: str, microbatches: int) -> Plan:
-        cut = self.blueprint.cut
-        placement = cut.one_way if schedule == "forward-only" else cut.placement
-        validates = self.optimizer.optimistic is not None and schedule != "forward-only"
-        return lowered(schedule, microbatches, placement, self.config.zero.stage == 3, validates)
 
     def record(self, on: bool = True) -> list[Span]:
         """Starts (or stops) to record what runs when; gives the spans recorded so far."""

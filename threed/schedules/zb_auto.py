@@ -63,10 +63,11 @@ def planned(stages: int, microbatches: int, chunks: int = 1) -> Plan:
 
 
 def _earliest(plans: list[Plan], costs: Costs, limit: float) -> Plan:
-    """The plan that ends first of those within the limit; the first of them is."""
+    """The plan that ends first of those within the limit, which the first of them is; of several the one whose ranks
+    are through soonest."""
     timelines = [simulate(plan, costs) for plan in plans]
     fitting = [at for at, timeline in enumerate(timelines) if max(timeline.peak_activations) <= limit]
-    return replace(plans[min(fitting, key=lambda at: timelines[at].makespan)], name="zb-auto")
+    return replace(plans[min(fitting, key=lambda at: (timelines[at].makespan, timelines[at].span))], name="zb-auto")
 
 
 class _Found(NamedTuple):
