@@ -20,7 +20,7 @@ from tests.configs import VOCAB, Case, config_of, topology_of
 from tests.configs import engine_of as engine_of_config
 from tests.harness import run_ranks
 from tests.test_schedules_plans import random_plans
-from tests.test_step import data, poison_slice, state, with_
+from tests.test_step import data, poison_sink, state, with_
 from threed import models
 from threed.checks import find_problems
 from threed.config import Config
@@ -98,7 +98,7 @@ def walk(engine: Engine, steps: Sequence[int], poisoned: Sequence[int] = ()) -> 
     made = []
     for step in steps:
         if step in poisoned and engine.topology.rank == step % engine.topology.world:
-            poison_slice(engine, float("nan"))
+            poison_sink(engine, float("nan"))
         made.append(engine.step(data(engine, step)))
     return made
 
