@@ -12,12 +12,12 @@ such cuts this is the last one: it leaves the most time for the sum over all ran
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
-from threed.schedules.action import COMPUTE, SENDS, Action, Kind
+from threed.schedules.action import SENDS, Action, Kind
 from threed.schedules.plan import Plan
-from threed.schedules.play import play
-from threed.schedules.simulate import Costs
+from threed.schedules.simulate import Costs, simulate
 
 _RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 _VALIDATE = Action(Kind.VALIDATE, -1)
@@ -86,29 +86,12 @@ def _messages(plan: Plan) -> list[Message]:
     return found
 
 
+@functools.lru_cache(maxsize=8)
 def time_between_steps(plan: Plan, costs: Costs) -> float:
-    """How much sooner a second step ends where ranks begin it when they are done with the first, and not when all are.
+    """How much sooner every step ends where a rank begins the next one when it is done, and not when all are.
 
-    In the costs' unit of time; 0 for plans in which the rank that begins first ends last.
+    In the costs' unit of time. Steps may follow one another as fast as the slowest rank runs one; where all wait, as
+    fast as the first one's start and the last one's end allow. 0 where the rank that begins first ends last.
     """
-    once = _end(plan, costs)
-    return max(0.0, 2 * once - _end(_twice(plan), costs))
-
-
-def _end(plan: Plan, costs: Costs) -> float:
-    spans = play(plan, lambda action, rank: costs.duration(action, rank, plan), costs.send)
-    return max(actions[-1][2] for actions in spans)
-
-
-def _twice(plan: Plan) -> Plan:
-    """The compute actions of two steps, one after the other."""
-    ranks = []
-    for actions in plan.ranks:
-        mine = [action for action in actions if action.kind in COMPUTE]
-        ranks.append((*mine, *(_later(action, plan.microbatches) for action in mine)))
-    return replace(plan, microbatches=2 * plan.microbatches, ranks=tuple(ranks))
-
-
-def _later(action: Action, by: int) -> Action:
-    beside = None if action.beside is None else _later(action.beside, by)
-    return action._replace(microbatch=action.microbatch + by, beside=beside)
+    timeline = simulate(plan, costs)
+    return timeline.makespan - timeline.span
