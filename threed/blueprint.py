@@ -95,6 +95,11 @@ class Blueprint:
         return [unit for unit, number in enumerate(self.held) if number in self.recomputed]
 
     @property
+    def layer_major(self) -> bool:
+        """Whether a layer runs all micro-batches of a step before the next layer runs any."""
+        return self.config.zero.order == "layer"
+
+    @property
     def live(self) -> int:
         """Micro-batches whose activations this rank holds at the worst moment."""
         return math.ceil(schedules.peak_activations(self.plan, self.topology.axis("pp").index))
@@ -104,7 +109,12 @@ def step_plan(config: Config, data_ranks: int) -> Plan:
     """The compute actions of a step."""
     p, train = config.parallel, config.train
     microbatches = max(1, train.global_batch // (train.micro_batch * data_ranks))
-    return schedules.build(p.schedule, p.pp, microbatches, p.chunks or 1)
+    return schedules.build(schedule_of(config), p.pp, microbatches, p.chunks or 1)
+
+
+def schedule_of(config: Config) -> str:
+    """The schedule of a step; layer by layer it is all forwards, then all backwards."""
+    return "gpipe" if config.zero.order == "layer" else config.parallel.schedule
 
 
 def names(layer: nn.Module) -> list[str]:

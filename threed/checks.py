@@ -51,6 +51,7 @@ _OTHERS = (
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
     Refusal("checkpoint", "async_", (False,), "saving while training goes on"),
 )
+LAYER_MAJOR = ("1f1b", "gpipe")  # on one stage the same: no bubble, whatever comes first
 REFUSALS = (*_OTHERS, *_of_schedule("1f1b"))
 """Features that are not there yet. Who builds one deletes its line."""
 
@@ -61,7 +62,7 @@ def find_refusals(config: Config) -> list[str]:
     missing = [
         problem for refusal in (*_OTHERS, *_of_schedule(config.parallel.schedule)) if (problem := refusal.find(config))
     ]
-    return [*missing, *_check_offload(config), *_check_recompute(config)]
+    return [*missing, *_check_offload(config), *_check_order(config), *_check_recompute(config)]
 
 
 def find_problems(
@@ -154,6 +155,21 @@ def _check_offload(config: Config) -> Iterator[str]:
         yield f"--zero.tile {zero.tile} {stage}: {why}; use --zero.stage 3, or leave it out"
     if zero.delayed_update and zero.offload_optimizer != "cpu":
         yield "--zero.delayed-update true works on optimizer states in host memory: use --zero.offload-optimizer cpu"
+
+
+def _check_order(config: Config) -> Iterator[str]:
+    """What `--zero.order layer` cannot do, or would do for nothing."""
+    p, given = config.parallel, "--zero.order layer"
+    if config.zero.order != "layer":
+        return
+    if config.zero.stage < 2:
+        why = "parameters stay whole, and gradients are reduced once a step anyway"
+        yield f"{given} with --zero.stage {config.zero.stage}: {why}; use --zero.stage 2 or 3, or --zero.order micro"
+    if p.pp > 1:
+        why = "a stage would have to wait for all micro-batches before its first layer"
+        yield f"{given} with --parallel.pp {p.pp}: {why}; use --zero.order micro, or pp 1"
+    elif p.schedule not in LAYER_MAJOR:
+        yield f"{given} with --parallel.schedule {p.schedule}: use {' or '.join(LAYER_MAJOR)}, or --zero.order micro"
 
 
 def heads_fit(heads: int, kv_heads: int, tp: int) -> bool:

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from threed import buffers, collectives
 from threed.batches import Batch, Batches
-from threed.blueprint import Blueprint
+from threed.blueprint import Blueprint, schedule_of
 from threed.checkpoint import fit, native
 from threed.checkpoint.extras import Extras
 from threed.checks import find_refusals
 from threed.config import Config, ConfigError, resolve
-from threed.footprint import flops
+from threed.footprint import facts_of_ranks, flops, with_order
 from threed.layers import MicroBatch, Slicing
 from threed.metrics import Faults
 from threed.metrics import StepMetrics as StepMetrics
@@ -37,6 +37,7 @@ from threed.models import Model, Wrapped
 from threed.models.check import check
 from threed.pipeline import activation_checkpointing, compiling
 from threed.pipeline.executor import Executor, Span
+from threed.pipeline.layer_major import LayerMajorExecutor, LayerMajorStage
 from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.transport import Links, Transport
 from threed.precision import LossScale
@@ -105,7 +106,8 @@ class Engine:
         module = self.wrapped and self.wrapped.module
         self.buffers = buffers.build(layers, blueprint.cut, topology, blueprint.again, module)
         self.gatherer = Gatherer(self.layout, self._gather_axis())
-        self.reducer = Reducer(self.layout, setup.wire(config.precision), dynamic=self.wrapped is not None)
+        wire, dynamic = setup.wire(config.precision), self.wrapped is not None
+        self.reducer = Reducer(self.layout, wire, dynamic, blueprint.layer_major)
         self.reducer.warns = topology.axis("tp").index == 0
         self.optimizer = Optimizer(
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
@@ -120,7 +122,7 @@ class Engine:
         compiling.compile_layers(mine, layers, config.run)
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wrapped is not None)
-        self.executor = Executor(
+        self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
             self._stages(mine), transport or Links(topology), topology.axis("pp").index, self.reducer.all_passes_ended,
             self._pass_ended, device=topology.device, varying=getattr(self.model, "boundaries_vary", False),
         )  # fmt: skip
@@ -149,6 +151,8 @@ class Engine:
         topology, layers = self.topology, self.model.layers()
         if self.wrapped is None:
             check(layers, self.model.slicing, topology.axis("tp"), topology.axis("world"))
+        facts = None if self.wrapped else lambda: facts_of_ranks(self.model, layers, self.config, topology)
+        self.config = with_order(self.config, facts)
         blueprint = Blueprint.draw(self.model, layers, topology, self.config, self._costs)
         trainable = collectives.exchange(bool(blueprint.layout.buckets), topology.axis("world"))
         if not any(trainable):
@@ -167,14 +171,16 @@ class Engine:
 
     def _stages(self, mine: list[nn.Module]) -> list[Stage]:
         """This rank's chunks of the model; a wrapped module gathers its parameters, and recomputes, by itself."""
-        blueprint, first, stages = self.blueprint, 0, []
+        blueprint, first, stages = self.blueprint, 0, list[Stage]()
+        layer_major = functools.partial(LayerMajorStage, unit_ended=self.reducer.unit_ended)
+        make: Callable[..., Stage] = layer_major if blueprint.layer_major else Stage
         units = {} if self.wrapped else {unit: mine[unit] for unit in blueprint.recomputed_units}
         recomputed = activation_checkpointing.build(
             self.config, units, blueprint.live, self.model.slicing, self.topology
         )
         for chunk in blueprint.chunks:
             layers, gatherer = mine[first : first + len(chunk)], AlwaysWhole() if self.wrapped else self.gatherer
-            stages.append(Stage(layers, gatherer, self.config.zero.prefetch, first, recomputed))
+            stages.append(make(layers, gatherer, self.config.zero.prefetch, first, recomputed))
             first += len(chunk)
         return stages
 
@@ -212,7 +218,7 @@ class Engine:
         began = time.perf_counter()
         micros = self._micro_batches(batch, training=True)
         self.begin(len(micros))
-        plan = self._plan(self.config.parallel.schedule, len(micros))
+        plan = self._plan(schedule_of(self.config), len(micros))
         with own_backward(self.reducer):
             losses = self.executor.run(plan, micros)
         self._backwards_s = time.perf_counter() - began

@@ -20,17 +20,21 @@ from torch import nn
 
 from threed import collectives
 from threed.blueprint import Blueprint
-from threed.config import Config
+from threed.checks import LAYER_MAJOR
+from threed.config import Config, ConfigError
 from threed.device import peak_bytes, reset_peak
 from threed.layers import MicroBatch
 from threed.models import Model
 from threed.pipeline import activation_checkpointing
-from threed.pipeline.trace import META, LayerCost, Tracer, Watch, stated_flops
+from threed.pipeline.activation_checkpointing import recomputed_layers
+from threed.pipeline.trace import META, LayerCost, TraceError, Tracer, Watch, stated_flops
 from threed.planner.gathering import Gathering, gathering
 from threed.planner.grid import AXES
+from threed.planner.order import choose
 from threed.precision import dtype
 from threed.schedules import Action, Kind
 from threed.schedules.action import COMPUTE
+from threed.sharding import spec_of
 from threed.topology import Topology, default_device
 from threed.zero import setup
 from threed.zero.layout import Group, Layout
@@ -108,7 +112,11 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
         held["optimizer"] += sum(bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets)
     gathered = _gather(blueprint)
     chunks = [[costs[number] for number in chunk] for chunk in blueprint.chunks]
-    kept, most = _activations(blueprint, chunks, _Reductions(blueprint, states), gathered)
+    reductions = _Reductions(blueprint, states)
+    if blueprint.layer_major:
+        kept, most = _activations_by_layer(blueprint, chunks[0], reductions, gathered[0])
+    else:
+        kept, most = _activations(blueprint, chunks, reductions, gathered)
     held["activations"] = kept
     held["buffers"] = most - kept + _tiles(layout) + _standing(blueprint, chunks)
     sends = {axis: traffic[axis] - before[axis] for axis in AXES}
@@ -116,6 +124,47 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     elsewhere = held.pop("offloaded") + _kept_elsewhere(blueprint, chunks)
     held["peak"] = sum(held.values())
     return Footprint({**held, **({"offloaded": elsewhere} if elsewhere else {})}, sends)
+
+
+def with_order(config: Config, facts: Callable[[], Sequence[tuple[int, int]]] | None) -> Config:
+    """The configuration with `zero.order` decided where it is auto (`planner.order`).
+
+    facts: gives the `order_facts` of every tensor rank; None of a module that runs by itself, for which `layer` is a
+    ConfigError.
+    """
+    p, zero, train = config.parallel, config.zero, config.train
+    if facts is None and zero.order == "layer":
+        fix = "it runs all its layers in one call: build it from threed.layers, or use --zero.order micro"
+        raise ConfigError([f"--zero.order layer with a wrapped module: {fix}"])
+    if zero.order != "auto":
+        return config
+    microbatches, order = train.global_batch // (train.micro_batch * (p.dp or 1)), "micro"
+    if facts is not None and zero.stage == 3 and microbatches > 1 and p.pp == 1 and p.schedule in LAYER_MAJOR:
+        kept, freed = zip(*facts(), strict=True)
+        order = choose(microbatches, max(kept), min(freed))
+    return config.model_copy(update={"zero": zero.model_copy(update={"order": order})})
+
+
+def order_facts(config: Config, layers: Sequence[nn.Module], costs: Sequence[LayerCost]) -> tuple[int, int]:
+    """Bytes that one micro-batch keeps on this tensor rank, and those of parameters that ZeRO-3 does not keep whole."""
+    zero, data = config.zero, config.parallel.dp or 1
+    ranks = data if zero.shard_size == "all" else int(zero.shard_size)
+    params = {spec_of(param).name: param for layer in layers for param in layer.parameters()}
+    large = [param for param in params.values() if param.numel() * spec_of(param).tile[1] >= max(zero.resident, 1)]
+    nbytes = sum(param.numel() for param in large) * dtype(config.precision.dtype).itemsize
+    return Pass(costs).kept, nbytes if zero.offload_params != "none" else nbytes * (ranks - 1) // ranks
+
+
+def facts_of_ranks(
+    model: Model, layers: list[nn.Module], config: Config, topology: Topology
+) -> list[tuple[int, int]]:  # fmt: skip
+    """The `order_facts` of all tensor ranks; of a model that cannot be traced, that it keeps more than there is.
+    Collective."""
+    try:
+        mine = order_facts(config, layers, trace(model, layers, config, topology, recomputed_layers(config, layers)))
+    except TraceError:
+        mine = (2**62, 0)
+    return collectives.exchange(mine, topology.axis("tp"))
 
 
 @contextmanager
@@ -173,6 +222,27 @@ def _activations(
     return kept, max(most, reductions.end)
 
 
+def _activations_by_layer(
+    blueprint: Blueprint, layers: Sequence[LayerCost], reductions: _Reductions, gathered: Gathering[Group]
+) -> tuple[int, int]:
+    """The same where a layer runs all micro-batches before the next. Beside the one that runs, others wait before the
+    layer or have passed it: most bytes are alive at the first micro-batch or at the last."""
+    others, width = blueprint.plan.microbatches - 1, blueprint.layout.policy.param_dtype.itemsize
+    kept = most = 0  # of all micro-batches, by the layers before
+    kept_before = False  # whether the layer before keeps what it handed on
+    for unit, cost in enumerate(layers):
+        stays = cost.input * (cost.keeps_input or kept_before)
+        passed, backward = cost.kept + stays + cost.output, cost.backward + stays * (not cost.keeps_input)
+        forward = kept + max(others * passed, others * cost.input) + cost.forward
+        most = max(most, forward + reductions.standing + gathered.forward * width)
+        waiting = cost.kept + stays + cost.output * (1 + cost.keeps_output)  # with its output's gradient
+        backward += kept + max(others * waiting, others * cost.input)
+        most = max(most, backward + reductions.during[unit] + gathered.backward[unit] * width)
+        kept += (others + 1) * (cost.kept + stays)
+        kept_before = cost.keeps_output
+    return kept, max(most, reductions.end)
+
+
 def _kept_elsewhere(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
     """The most bytes of inputs that layers which are recomputed keep on a drive, or in the memory of the host."""
     return blueprint.live * sum(cost.elsewhere for chunk in chunks for cost in chunk)
@@ -182,6 +252,8 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
     """Counts what is gathered in a step as sent; what each chunk gathers."""
     layout, chunks, first = blueprint.layout, list[Gathering[Group]](), 0
     actions = blueprint.plan.ranks[blueprint.topology.axis("pp").index]
+    if blueprint.layer_major:  # all micro-batches are one pass
+        actions = (Action(Kind.F, 0), Action(Kind.B, 0))
     times = Counter({group: 1 for group in layout.groups if group.key.trainable and not group.sliced})
     for number, chunk in enumerate(blueprint.chunks):
         units = [_gathered_by(layout, unit) for unit in range(first, first + len(chunk))]
@@ -248,13 +320,13 @@ class _Reductions:
 
     def __init__(self, blueprint: Blueprint, states: Sequence[State]) -> None:
         layout, config = blueprint.layout, blueprint.config
-        reducer = Reducer(layout, setup.wire(config.precision))
+        reducer = Reducer(layout, setup.wire(config.precision), whole_step=blueprint.layer_major)
         self.always = reducer.rounds
         rounds = min(blueprint.plan.microbatches, STEADY) if reducer.rounds else 1
         traffic, before = blueprint.topology.traffic, Counter(blueprint.topology.traffic)
         staged = [drive.take() for drive in layout.policy.drives]  # counted with the drives
         with Watch([*storages(layout, states), *staged]) as watch:
-            for _ in range(2 if reducer.rounds and rounds < STEADY else 1):  # buffers stay from step to step
+            for _ in range(2 if reducer.sliced and rounds < STEADY else 1):  # buffers stay from step to step
                 traffic.clear()
                 traffic.update(before)
                 self._step(blueprint, reducer, rounds, watch)
@@ -287,4 +359,6 @@ class _Reductions:
             for slot in reversed(layout.slots):
                 for _ in range(slot.units.count(unit) if slot.param.requires_grad else 0):
                     reducer.sink_of(slot).add(found.expand(slot.param.shape))
+            if not self.always:
+                reducer.unit_ended(unit)
             self.during[unit] = watch.most

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -289,7 +290,8 @@ class Stage:
         store = self.recomputed.store
         if store is None:
             return
-        saved = [one for frame in reversed(frames) if frame.again is not None for one in frame.again.saved]
+        coming = (one for frame in reversed(frames) if frame.again is not None for one in frame.again.saved)
+        saved = list(islice(coming, max(FETCH_AHEAD, GATHER_AHEAD)))
         for one in saved[:FETCH_AHEAD]:
             store.fetch(one)
         for one in saved[:GATHER_AHEAD]:

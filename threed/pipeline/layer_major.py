@@ -1,0 +1,142 @@
+"""Layer-major accumulation: every layer runs all micro-batches of a step before the next layer runs any.
+
+    stage    = LayerMajorStage(layers, gatherer, unit_ended=reducer.unit_ended)
+    executor = LayerMajorExecutor([stage], transport, 0)
+    losses   = executor.run(gpipe(1, 8), micro_batches)
+
+So a layer's parameters are gathered, or read from a drive, once a pass and not once a micro-batch, and its gradient is
+reduced once a step. The plan is GPipe's on one stage: all forwards, then all backwards. Its two halves are each run
+layer by layer, so as in that plan all micro-batches keep what their backward needs: with full recompute the inputs of
+layers, where `--recompute.offload` puts them. Gradients are summed in the order of micro-batches, as in 1F1B.
+
+Source: arXiv 2512.17570 (GreedySnake), whose name for this order is vertical scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from threed.layers.running import staged
+from threed.layers.slicing import MicroBatch
+from threed.pipeline.activation_checkpointing import Recomputed
+from threed.pipeline.executor import Executor
+from threed.pipeline.stage import Frame, ParameterGatherer, Stage
+from threed.schedules.action import COMPUTE, Action, Kind
+from threed.schedules.plan import Plan
+from threed.schedules.window import Step
+
+During = Callable[[Kind, int], AbstractContextManager[None]]  # entered around a layer's F or B of a micro-batch
+
+
+class LayerMajorStage(Stage):
+    """A stage that can run all micro-batches of a layer before the next; every layer has a graph of its own.
+
+    unit_ended(unit) is called when the backwards of all micro-batches of a layer are over.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], gatherer: ParameterGatherer, prefetch: int = 1, first: int = 0,
+        recomputed: Recomputed | None = None, *, unit_ended: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(layers, gatherer, prefetch, first, recomputed)
+        self.unit_ended = unit_ended
+        self._joined = set()  # a graph of two layers would run both of them for one micro-batch
+        self._frames: list[Frame] = []  # the backward takes them from the end
+
+    def reset(self) -> None:
+        """Begins a step: drops what is left of an aborted one; layers look at their parts."""
+        super().reset()
+        self._drop(self._frames)
+        self._frames.clear()
+
+    def forward_all(self, micros: Sequence[MicroBatch], during: During) -> list[Any]:
+        """Runs every layer on all micro-batches; returns the last one's outputs, by micro-batch: their losses."""
+        values: list[Any] = [None] * len(micros)
+        keep = self._backward_units[:1] == [self._units[-1]]
+        with torch.enable_grad(), staged(self._looked):
+            for step in self._walk(False, keep):
+                self._gather(step)
+                first = len(self._frames)
+                for number, micro in enumerate(micros):
+                    with during(Kind.F, number):
+                        values[number], frame = self._run(step.run, values[number], micro, values[number])
+                    assert frame is not None
+                    self._frames.append(frame)
+                self._frames[first:] = self._frames[first:][::-1]  # the backward, too, begins with micro-batch 0
+                if step.release:
+                    self.gatherer.release(step.run)
+        return values
+
+    def backward_all(self, microbatches: int, during: During) -> None:
+        """Runs the backward of every layer, the last one first, for all micro-batches; sinks get weight gradients."""
+        grads: list[Any] = [None] * microbatches
+        steps = {step.run: step for step in self._walk(True, False)}
+        self._prefetch_inputs(self._frames)
+        for unit in reversed(self._units):
+            step = steps.get(unit)
+            if step is not None:
+                self._gather(step)
+            for number in range(microbatches):
+                with during(Kind.B, number):
+                    last = unit == self._units[-1]
+                    grads[number] = self._back(unit, self._frames.pop(), self._frames, grads[number], first=last)
+            if step is not None and step.release:
+                self.gatherer.release(unit)
+            if self.unit_ended is not None:
+                self.unit_ended(unit)
+
+    def _gather(self, step: Step) -> None:
+        for unit in step.gather:
+            self.gatherer.start(unit)
+        self.gatherer.ready(step.run)
+
+
+class LayerMajorExecutor(Executor):
+    """Runs a step's plan layer by layer, over one stage that is the whole model; other plans as they are.
+
+    Spans are those of every layer and micro-batch. Raises ValueError for a plan that is not all forwards and then all
+    backwards, in one order of micro-batches, on one rank.
+    """
+
+    def run(self, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
+        """Runs a plan; returns the losses, by micro-batch."""
+        if plan.forward_only:
+            return super().run(plan, micros)
+        check(plan)
+        (stage,) = self.stages
+        assert isinstance(stage, LayerMajorStage)
+        stage.reset()
+        losses = [loss.detach() for loss in stage.forward_all(micros, self._during)]
+        stage.backward_all(len(micros), self._during)
+        if self.on_backward is not None:
+            for _ in micros:
+                self.on_backward(0)
+        if self.on_reduce is not None:
+            self.on_reduce(0)
+        return losses
+
+    @contextmanager
+    def _during(self, kind: Kind, microbatch: int) -> Iterator[None]:
+        began = None if self._clock is None else self._clock.now()
+        yield
+        if self._clock is not None and began is not None:
+            self._marks.append((Action(kind, microbatch), began, self._clock.now()))
+
+
+def check(plan: Plan) -> None:
+    """Raises ValueError unless a plan can be run layer by layer."""
+    every = range(plan.microbatches)
+    wanted = [Action(kind, microbatch) for kind in (Kind.F, Kind.B) for microbatch in every]
+    for rank, actions in enumerate(plan.ranks):
+        found = [action for action in actions if action.kind in COMPUTE]
+        if plan.stages > 1 or found != wanted:
+            wrong = next((a for a, b in zip(found, wanted, strict=False) if a != b), found[0] if found else "nothing")
+            raise ValueError(
+                f"plan {plan.name}: rank {rank}: {wrong}: layer by layer runs the plan of one stage that does all"
+                " forwards and then all backwards, in the order of micro-batches (gpipe)"
+            )
