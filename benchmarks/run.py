@@ -1,6 +1,6 @@
 """threed beside its peers: tokens/s, CPU time, bytes moved, peak memory, on one machine. See `docs/performance.md`.
 
-    python benchmarks/run.py                                         # all without a drive: an hour and a half on 2 cores
+    python benchmarks/run.py                                         # all without a drive: 1.5 hours on 2 cores
     python benchmarks/run.py --suites zero                           # ZeRO beside DDP, FSDP2, torch, DeepSpeed
     python benchmarks/run.py --suites zero --only ddp threed_zero2   # two engines of it
     python benchmarks/run.py --suites offload --folder /nvme         # offload beside DeepSpeed's: 20 GiB of memory
