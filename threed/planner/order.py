@@ -16,6 +16,6 @@ def choose(microbatches: int, kept: int, freed: int) -> Literal["micro", "layer"
 
     kept: bytes that one micro-batch keeps on the device for its backward. freed: bytes of parameters that are not whole
     between uses: those of other ranks' slices, and all that are offloaded. So with `auto` ZeRO-3 never holds more than
-    ZeRO-2 would, and it moves less than either.
+    ZeRO-2 would, and sends no more than either does otherwise.
     """
     return "layer" if microbatches > 1 and freed and (microbatches - 1) * kept <= freed else "micro"
