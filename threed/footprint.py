@@ -152,7 +152,8 @@ def order_facts(config: Config, layers: Sequence[nn.Module], costs: Sequence[Lay
     params = {spec_of(param).name: param for layer in layers for param in layer.parameters()}
     large = [param for param in params.values() if param.numel() * spec_of(param).tile[1] >= max(zero.resident, 1)]
     nbytes = sum(param.numel() for param in large) * dtype(config.precision.dtype).itemsize
-    return Pass(costs).kept, nbytes if zero.offload_params != "none" else nbytes * (ranks - 1) // ranks
+    kept = Pass(costs[:-1] or costs).kept + costs[-1].input  # the last layer runs a micro-batch at a time
+    return kept, nbytes if zero.offload_params != "none" else nbytes * (ranks - 1) // ranks
 
 
 def facts_of_ranks(
@@ -226,21 +227,25 @@ def _activations_by_layer(
     blueprint: Blueprint, layers: Sequence[LayerCost], reductions: _Reductions, gathered: Gathering[Group]
 ) -> tuple[int, int]:
     """The same where a layer runs all micro-batches before the next. Beside the one that runs, others wait before the
-    layer or have passed it: most bytes are alive at the first micro-batch or at the last."""
+    layer or have passed it: most bytes are alive at the first micro-batch or at the last. The last layer runs forward
+    and backward of one, and leaves the gradient of its input."""
     others, width = blueprint.plan.microbatches - 1, blueprint.layout.policy.param_dtype.itemsize
-    kept = most = 0  # of all micro-batches, by the layers before
+    kept = most = all_kept = 0  # of all micro-batches, by the layers before
     kept_before = False  # whether the layer before keeps what it handed on
     for unit, cost in enumerate(layers):
         stays = cost.input * (cost.keeps_input or kept_before)
-        passed, backward = cost.kept + stays + cost.output, cost.backward + stays * (not cost.keeps_input)
-        forward = kept + max(others * passed, others * cost.input) + cost.forward
+        passed = cost.kept + stays + cost.output
+        waiting = passed + cost.output * cost.keeps_output  # for their backward, with the gradient of the output
+        if unit == len(layers) - 1:
+            all_kept = kept + others * cost.input + cost.kept + stays
+            passed = waiting = cost.input * (1 + kept_before)
+        forward = kept + others * max(passed, cost.input) + cost.forward
+        backward = kept + others * max(waiting, cost.input) + cost.backward + stays * (not cost.keeps_input)
         most = max(most, forward + reductions.standing + gathered.forward * width)
-        waiting = cost.kept + stays + cost.output * (1 + cost.keeps_output)  # with its output's gradient
-        backward += kept + max(others * waiting, others * cost.input)
         most = max(most, backward + reductions.during[unit] + gathered.backward[unit] * width)
         kept += (others + 1) * (cost.kept + stays)
         kept_before = cost.keeps_output
-    return kept, max(most, reductions.end)
+    return all_kept, max(most, reductions.end)
 
 
 def _kept_elsewhere(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:

@@ -5,9 +5,10 @@
     losses   = executor.run(gpipe(1, 8), micro_batches)
 
 So a layer's parameters are gathered, or read from a drive, once a pass and not once a micro-batch, and its gradient is
-reduced once a step. The plan is GPipe's on one stage: all forwards, then all backwards. Its two halves are each run
-layer by layer, so as in that plan all micro-batches keep what their backward needs: with full recompute the inputs of
-layers, where `--recompute.offload` puts them. Gradients are summed in the order of micro-batches, as in 1F1B.
+reduced once a step. The plan is GPipe's on one stage: all forwards, then all backwards, each half layer by layer. As in
+that plan all micro-batches keep what their backward needs: with full recompute the inputs of layers, where
+`--recompute.offload` puts them. Only the last layer, whose logits are the largest tensor, runs a micro-batch's forward
+and then its backward. Gradients are summed in the order of micro-batches, as in 1F1B.
 
 Source: arXiv 2512.17570 (GreedySnake), whose name for this order is vertical scheduling.
 """
@@ -54,46 +55,75 @@ class LayerMajorStage(Stage):
         self._drop(self._frames)
         self._frames.clear()
 
-    def forward_all(self, micros: Sequence[MicroBatch], during: During) -> list[Any]:
-        """Runs every layer on all micro-batches; returns the last one's outputs, by micro-batch: their losses."""
+    def run_all(self, micros: Sequence[MicroBatch], during: During) -> list[Tensor]:
+        """Runs forward and backward of all micro-batches; returns the last layer's outputs: their losses. Sinks get
+        weight gradients."""
+        *units, last = self._units
         values: list[Any] = [None] * len(micros)
-        keep = self._backward_units[:1] == [self._units[-1]]
-        with torch.enable_grad(), staged(self._looked):
-            for step in self._walk(False, keep):
-                self._gather(step)
-                first = len(self._frames)
-                for number, micro in enumerate(micros):
-                    with during(Kind.F, number):
-                        values[number], frame = self._run(step.run, values[number], micro, values[number])
-                    assert frame is not None
-                    self._frames.append(frame)
-                self._frames[first:] = self._frames[first:][::-1]  # the backward, too, begins with micro-batch 0
-                if step.release:
-                    self.gatherer.release(step.run)
-        return values
-
-    def backward_all(self, microbatches: int, during: During) -> None:
-        """Runs the backward of every layer, the last one first, for all micro-batches; sinks get weight gradients."""
-        grads: list[Any] = [None] * microbatches
-        steps = {step.run: step for step in self._walk(True, False)}
-        self._prefetch_inputs(self._frames)
-        for unit in reversed(self._units):
-            step = steps.get(unit)
-            if step is not None:
-                self._gather(step)
-            for number in range(microbatches):
+        for step in self._walk(False, self._backward_units[:1] == [last]):
+            self._gather(step)
+            if step.run == last:
+                losses, grads = self._turn(last, micros, values, during)
+            else:
+                self._forward_of(step.run, micros, values, during)
+            if step.release:
+                self.gatherer.release(step.run)
+        self._end(last)
+        for unit in reversed(units):
+            self._gather_for_backward(unit)
+            for number in range(len(micros)):
                 with during(Kind.B, number):
-                    last = unit == self._units[-1]
-                    grads[number] = self._back(unit, self._frames.pop(), self._frames, grads[number], first=last)
-            if step is not None and step.release:
-                self.gatherer.release(unit)
-            if self.unit_ended is not None:
-                self.unit_ended(unit)
+                    grads[number] = self._back(unit, self._frames.pop(), self._frames, grads[number], first=False)
+            self._end(unit)
+        return losses
+
+    def _forward_of(self, unit: int, micros: Sequence[MicroBatch], values: list[Any], during: During) -> None:
+        """Runs a layer on all micro-batches: replaces each one's input by the output."""
+        first = len(self._frames)
+        with torch.enable_grad(), staged(self._looked):
+            for number, micro in enumerate(micros):
+                with during(Kind.F, number):
+                    values[number], frame = self._run(unit, values[number], micro, values[number])
+                assert frame is not None
+                self._frames.append(frame)
+        self._frames[first:] = self._frames[first:][::-1]  # the backward, too, begins with micro-batch 0
+
+    def _turn(
+        self, unit: int, micros: Sequence[MicroBatch], values: list[Any], during: During
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Runs the last layer, forward and backward a micro-batch; returns the losses and the gradients of `values`,
+        which are dropped."""
+        losses, grads = list[Tensor](), list[Any]()
+        self._gather_for_backward(unit)
+        self._prefetch_inputs(self._frames)
+        for number, micro in enumerate(micros):
+            with during(Kind.F, number), torch.enable_grad(), staged(self._looked):
+                loss, frame = self._run(unit, values[number], micro, values[number])
+            assert frame is not None
+            self._frames.append(frame)
+            losses.append(loss.detach())
+            values[number] = None
+            del loss, frame
+            with during(Kind.B, number):
+                grads.append(self._back(unit, self._frames.pop(), self._frames, None, first=True))
+        return losses, grads
 
     def _gather(self, step: Step) -> None:
         for unit in step.gather:
             self.gatherer.start(unit)
         self.gatherer.ready(step.run)
+
+    def _gather_for_backward(self, unit: int) -> None:
+        for step in self._walk(True, False):
+            if step.run == unit:
+                self._gather(step)
+
+    def _end(self, unit: int) -> None:
+        """Ends the backward of a layer: frees what it gathered."""
+        if any(step.run == unit and step.release for step in self._walk(True, False)):
+            self.gatherer.release(unit)
+        if self.unit_ended is not None:
+            self.unit_ended(unit)
 
 
 class LayerMajorExecutor(Executor):
@@ -111,8 +141,7 @@ class LayerMajorExecutor(Executor):
         (stage,) = self.stages
         assert isinstance(stage, LayerMajorStage)
         stage.reset()
-        losses = [loss.detach() for loss in stage.forward_all(micros, self._during)]
-        stage.backward_all(len(micros), self._during)
+        losses = stage.run_all(micros, self._during)
         if self.on_backward is not None:
             for _ in micros:
                 self.on_backward(0)
