@@ -29,7 +29,7 @@ from threed.checkpoint import fit, native
 from threed.checkpoint.extras import Extras
 from threed.checks import find_refusals
 from threed.config import Config, ConfigError, resolve
-from threed.footprint import facts_of_ranks, flops, with_order
+from threed.footprint import decide_order, flops
 from threed.layers import MicroBatch, Slicing
 from threed.metrics import Faults
 from threed.metrics import StepMetrics as StepMetrics
@@ -151,8 +151,7 @@ class Engine:
         topology, layers = self.topology, self.model.layers()
         if self.wrapped is None:
             check(layers, self.model.slicing, topology.axis("tp"), topology.axis("world"))
-        facts = None if self.wrapped else lambda: facts_of_ranks(self.model, layers, self.config, topology)
-        self.config = with_order(self.config, facts)
+        self.config = decide_order(self.config, self.model, layers, topology)
         blueprint = Blueprint.draw(self.model, layers, topology, self.config, self._costs)
         trainable = collectives.exchange(bool(blueprint.layout.buckets), topology.axis("world"))
         if not any(trainable):

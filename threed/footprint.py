@@ -24,7 +24,7 @@ from threed.checks import LAYER_MAJOR
 from threed.config import Config, ConfigError
 from threed.device import peak_bytes, reset_peak
 from threed.layers import MicroBatch
-from threed.models import Model
+from threed.models import Model, Wrapped
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.activation_checkpointing import recomputed_layers
 from threed.pipeline.trace import META, LayerCost, TraceError, Tracer, Watch, stated_flops
@@ -126,20 +126,38 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     return Footprint({**held, **({"offloaded": elsewhere} if elsewhere else {})}, sends)
 
 
-def with_order(config: Config, facts: Callable[[], Sequence[tuple[int, int]]] | None) -> Config:
+def decide_order(config: Config, model: Model, layers: list[nn.Module], topology: Topology) -> Config:
+    """The configuration with `zero.order` decided, alike on all ranks, where it is auto. Collective.
+
+    Raises ConfigError for `layer` with a wrapped module. A model that cannot be traced runs by micro-batch.
+    """
+    if isinstance(model, Wrapped):
+        if config.zero.order == "layer":
+            fix = "it runs all its layers in one call: build it from threed.layers, or use --zero.order micro"
+            raise ConfigError([f"--zero.order layer with a wrapped module: {fix}"])
+        return with_order(config, lambda: [(0, 0)])
+
+    def facts() -> list[tuple[int, int]]:
+        try:
+            costs = trace(model, layers, config, topology, recomputed_layers(config, layers))
+            mine = order_facts(config, layers, costs)
+        except TraceError:
+            mine = (0, 0)
+        return collectives.exchange(mine, topology.axis("tp"))
+
+    return with_order(config, facts)
+
+
+def with_order(config: Config, facts: Callable[[], Sequence[tuple[int, int]]]) -> Config:
     """The configuration with `zero.order` decided where it is auto (`planner.order`).
 
-    facts: gives the `order_facts` of every tensor rank; None of a module that runs by itself, for which `layer` is a
-    ConfigError.
+    facts: gives the `order_facts` of every tensor rank.
     """
     p, zero, train = config.parallel, config.zero, config.train
-    if facts is None and zero.order == "layer":
-        fix = "it runs all its layers in one call: build it from threed.layers, or use --zero.order micro"
-        raise ConfigError([f"--zero.order layer with a wrapped module: {fix}"])
     if zero.order != "auto":
         return config
     microbatches, order = train.global_batch // (train.micro_batch * (p.dp or 1)), "micro"
-    if facts is not None and zero.stage == 3 and microbatches > 1 and p.pp == 1 and p.schedule in LAYER_MAJOR:
+    if zero.stage == 3 and microbatches > 1 and p.pp == 1 and p.schedule in LAYER_MAJOR:
         kept, freed = zip(*facts(), strict=True)
         order = choose(microbatches, max(kept), min(freed))
     return config.model_copy(update={"zero": zero.model_copy(update={"order": order})})
@@ -154,18 +172,6 @@ def order_facts(config: Config, layers: Sequence[nn.Module], costs: Sequence[Lay
     nbytes = sum(param.numel() for param in large) * dtype(config.precision.dtype).itemsize
     kept = Pass(costs[:-1] or costs).kept + costs[-1].input  # the last layer runs a micro-batch at a time
     return kept, nbytes if zero.offload_params != "none" else nbytes * (ranks - 1) // ranks
-
-
-def facts_of_ranks(
-    model: Model, layers: list[nn.Module], config: Config, topology: Topology
-) -> list[tuple[int, int]]:  # fmt: skip
-    """The `order_facts` of all tensor ranks; of a model that cannot be traced, that it keeps more than there is.
-    Collective."""
-    try:
-        mine = order_facts(config, layers, trace(model, layers, config, topology, recomputed_layers(config, layers)))
-    except TraceError:
-        mine = (2**62, 0)
-    return collectives.exchange(mine, topology.axis("tp"))
 
 
 @contextmanager
