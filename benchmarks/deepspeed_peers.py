@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from benchmarks import reference
 from benchmarks.peers import Peer
 from benchmarks.reference import ADAM, GPTConfig
-from benchmarks.suites import OFFLOADS, Offload
+from benchmarks.suites import MODES, Offload
 
 # What its swapping ran best with here, of what was tried: sub-groups of 8 to 110 million, blocks of 0.25 to 8 MiB, 8 to
 # 128 of them under way, 1 to 4 threads. By default it overlaps nothing: all is one sub-group.
@@ -52,8 +53,8 @@ class DeepSpeed0(Peer):
         self.index, self.size = dist.get_rank(), dist.get_world_size()
         self.loss_ranks = list(range(self.size))
         settings = {
-            "train_micro_batch_size_per_gpu": args.batch // self.size,
-            "gradient_accumulation_steps": 1,
+            "train_micro_batch_size_per_gpu": args.batch // self.size // self.offload.microbatches,
+            "gradient_accumulation_steps": self.offload.microbatches,
             "gradient_clipping": 0.0,  # nobody clips here; DeepSpeed would, to norm 1
             "optimizer": {"type": "AdamW", "params": dict(ADAM)},
             "zero_optimization": {"stage": self.stage, **self._places(config, args)},
@@ -100,13 +101,16 @@ class DeepSpeed0(Peer):
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         x, y = x.chunk(self.size)[self.index], y.chunk(self.size)[self.index]
+        count, losses, self.update_s = self.offload.microbatches, list[Tensor](), 0.0
         with self._own_linear():
-            loss = reference.loss_of(self.engine(x), y)
-            self.engine.backward(loss)
-            began = time.perf_counter()
-            self.engine.step()
-            self.update_s = time.perf_counter() - began
-        return loss.detach()
+            for rows, labels in zip(x.chunk(count), y.chunk(count), strict=True):
+                loss = reference.loss_of(self.engine(rows), labels)
+                self.engine.backward(loss)
+                began = time.perf_counter()
+                self.engine.step()  # updates after the last one
+                self.update_s += time.perf_counter() - began
+                losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
 
 class DeepSpeed1(DeepSpeed0):
@@ -128,11 +132,11 @@ class DeepSpeed3(DeepSpeed0):
 
 
 def _offloading(kind: str) -> type[DeepSpeed0]:
-    offload = OFFLOADS[kind]
+    offload = MODES[kind]
     return type(f"deepspeed{kind}", (DeepSpeed0,), {"stage": offload.stage, "offload": offload})
 
 
 DEEPSPEED: dict[str, type[DeepSpeed0]] = {
     "deepspeed0": DeepSpeed0, "deepspeed1": DeepSpeed1, "deepspeed2": DeepSpeed2, "deepspeed3": DeepSpeed3,
-    **{f"deepspeed{kind}": _offloading(kind) for kind in OFFLOADS},
+    **{f"deepspeed{kind}": _offloading(kind) for kind in MODES},
 }  # fmt: skip

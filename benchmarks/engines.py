@@ -26,7 +26,7 @@ from benchmarks.deepspeed_peers import DEEPSPEED  # noqa: E402
 from benchmarks.peers import PEERS  # noqa: E402
 from benchmarks.pipelines import PIPELINES  # noqa: E402
 from benchmarks.reference import GPTConfig  # noqa: E402
-from benchmarks.suites import OFFLOADS, SCHEDULES, Offload  # noqa: E402
+from benchmarks.suites import MODES, SCHEDULES, Offload  # noqa: E402
 from benchmarks.trainer import complete, make_trainer, renamed  # noqa: E402
 from threed.engine import Engine as Trainer  # noqa: E402
 from threed.memory.tiers import Drive  # noqa: E402
@@ -51,7 +51,8 @@ class Engine(Protocol):
 class ThreeD:
     """threed in one configuration; dp is what pp and tp leave of the world.
 
-    microbatches: for pipelines, `args.microbatches`; without one a rank takes its share in one piece, as peers do.
+    microbatches: for pipelines, `args.microbatches`; without one a rank takes its share in one piece, as peers do, or
+    in as many as its `offload` says.
     """
 
     pp, tp, sequence, schedule, zero = 1, 1, False, "1f1b", 1
@@ -70,10 +71,10 @@ class ThreeD:
         return trainer
 
     def _settings(self, args: Any, dp: int) -> dict[str, Any]:
-        count = args.microbatches if self.pp > 1 else 1
+        count = args.microbatches if self.pp > 1 else self.offload.microbatches
         return {
             "parallel": {"pp": self.pp, "tp": self.tp, "sequence": self.sequence, "schedule": self.schedule},
-            "zero": {"stage": self.zero, **self._places(args)},
+            "zero": {"stage": self.zero, "order": self.offload.order, **self._places(args)},
             "precision": {"dtype": self.offload.dtype},
             "train": {"global_batch": args.batch, "micro_batch": args.batch // dp // count, "grad_clip": 0.0},
             "run": {"compile": self.compile},
@@ -181,7 +182,7 @@ def _offloading(name: str, base: type[ThreeD]) -> dict[str, type[ThreeD]]:
     """An engine for every mode of offloading."""
     return {
         f"{name}{kind}": type(f"{name}{kind}", (base,), {"zero": offload.stage, "offload": offload})
-        for kind, offload in OFFLOADS.items()
+        for kind, offload in MODES.items()
     }
 
 

@@ -1,9 +1,10 @@
 """threed beside its peers: tokens/s, CPU time, bytes moved, peak memory, on one machine. See `docs/performance.md`.
 
-    python benchmarks/run.py                                         # all but offload: an hour and a half on 2 cores
+    python benchmarks/run.py                                         # all without a drive: 1.5 hours on 2 cores
     python benchmarks/run.py --suites zero                           # ZeRO beside DDP, FSDP2, torch, DeepSpeed
     python benchmarks/run.py --suites zero --only ddp threed_zero2   # two engines of it
     python benchmarks/run.py --suites offload --folder /nvme         # offload beside DeepSpeed's: 20 GiB of memory
+    python benchmarks/run.py --suites accumulate --folder /nvme      # 8 micro-batches a step, all state on the drive
     python benchmarks/run.py --quick                                 # fewer rounds, time only
     python benchmarks/run.py --show benchmarks/results/X.jsonl       # the tables of a former run
 
@@ -164,7 +165,7 @@ def named(text: str) -> list[str]:
 
 
 def parse() -> argparse.Namespace:
-    usual = [name for name in SUITES if not name.startswith("offload")]
+    usual = [name for name in SUITES if not name.startswith(("offload", "accumulate"))]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suites", nargs="+", type=named, default=[usual], metavar="SUITE", help=", ".join(SUITES))
     parser.add_argument(

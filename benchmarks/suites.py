@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,17 @@ class Suite:
 
 @dataclass(frozen=True)
 class Offload:
-    """What of the training state an engine keeps where, and in which number format it computes."""
+    """What of the training state an engine keeps where, and in which number format it computes.
+
+    microbatches: of a rank in a step. order: threed's way through them, `--zero.order`.
+    """
 
     stage: int
     optimizer: str = "none"
     params: str = "none"
     dtype: str = "fp32"
+    microbatches: int = 1
+    order: str = "micro"
 
 
 TORCH = ("ddp", "ddp_again", "torch_zero1", "fsdp2_keep", "fsdp2")
@@ -68,6 +73,13 @@ OFFLOADS = {
     "3_nvme": Offload(3, "nvme", "cpu"), "3_nvme_bf16": Offload(3, "nvme", "cpu", "bf16"),
     "3_nvme_all_bf16": Offload(3, "nvme", "nvme", "bf16"),
 }  # fmt: skip
+# The same in 8 micro-batches of 512 tokens, which need the parameters again and again.
+_ALL = OFFLOADS["3_nvme_all_bf16"]
+ACCUMULATED = {
+    "3_nvme_all_bf16_by_micro": replace(_ALL, microbatches=8),
+    "3_nvme_all_bf16_by_layer": replace(_ALL, microbatches=8, order="layer"),
+}  # fmt: skip
+MODES = OFFLOADS | ACCUMULATED
 _MAKERS = ("deepspeed", "threed_zero", "wrapped_zero")
 
 
@@ -83,15 +95,21 @@ def _beside_deepspeed(kind: str, ranks: int) -> tuple[str, Suite]:
 
 SUITES |= dict(_beside_deepspeed(kind, ranks) for kind in OFFLOADS for ranks in (1, 2))
 
+_BY_MICRO, _BY_LAYER = ACCUMULATED
+SUITES["accumulate-nvme"] = Suite(
+    1, (f"deepspeed{_BY_MICRO}", f"threed_zero{_BY_MICRO}", f"threed_zero{_BY_LAYER}"),
+    ("--preset", "200m", "--batch", "32", "--warmup", "2", "--steps", "1", "--settle"), 2**-8, threads=2,
+)  # fmt: skip
+
 # The ZeRO stage of every data-parallel engine: what it keeps a slice of, by its own account.
 STAGES = {
     "ddp": 0, "ddp_again": 0, "torch_zero1": 1, "fsdp2_keep": 2, "fsdp2": 3,
     "deepspeed0": 0, "deepspeed1": 1, "deepspeed2": 2, "deepspeed3": 3,
     "threed_zero0": 0, "threed_zero1": 1, "threed_zero2": 2, "threed_zero3": 3,
     "wrapped_zero0": 0, "wrapped_zero1": 1, "wrapped_zero2": 2, "wrapped_zero3": 3,
-    **{f"{maker}{kind}": offload.stage for kind, offload in OFFLOADS.items() for maker in _MAKERS},
+    **{f"{maker}{kind}": offload.stage for kind, offload in MODES.items() for maker in _MAKERS},
 }  # fmt: skip
-FP32_STAGES = {engine: stage for engine, stage in STAGES.items() if not engine.endswith("bf16")}
+FP32_STAGES = {engine: stage for engine, stage in STAGES.items() if "bf16" not in engine}
 
 
 def wire_mib(stage: int, parameters: int, ranks: int) -> float:

@@ -50,6 +50,7 @@ class Case:
     recompute: str = "none"  # none | full | selective | ... of RECOMPUTE
     layers: int = 3
     partition: str | tuple[int, ...] = "balanced"
+    order: str = "micro"
     pad: int = 0  # rows of vocabulary tables are padded to a multiple of this; 0: as for tables of this size
 
     @property
@@ -68,7 +69,7 @@ class Case:
         single = replace(self, pp=1, dp=1, tp=1, sequence=False, zero=0, schedule="1f1b", microbatches=1)
         home = replace(single, offload_optimizer="none", offload_params="none", tile=1, recompute="none")
         return replace(home, microbatches=-self.rows, bucket_mib=64.0, partition="balanced", shard="all", prefetch=1,
-                       pad=0)  # fmt: skip
+                       order="micro", pad=0)  # fmt: skip
 
 
 RECOMPUTE = {
@@ -101,7 +102,7 @@ def config_of(case: Case) -> Config:
         },
         "zero": {
             "stage": case.zero, "bucket_mib": case.bucket_mib, "shard_size": case.shard, "prefetch": case.prefetch,
-            "tile": case.tile,
+            "tile": case.tile, "order": case.order,
             "offload_optimizer": case.offload_optimizer, "offload_params": case.offload_params,
             "nvme_path": tempfile.gettempdir() if "nvme" in places else None,
             "resident": 0,  # slice everything: the default keeps parameters as small as these whole

@@ -8,7 +8,8 @@ The formulas (per rank, step and, where said, micro-batch; e bytes an element):
   dp   of P parameters, padding included, and m micro-batches, in elements: 2 P (N-1)/N under ZeRO 0 and 1,
        (m + 1) P (N-1)/N under 2, 3 m P (N-1)/N under 3 (arXiv 1910.02054, section 7), less what is not gathered again:
        the last layer where forward turns to backward, the first one where backward turns to forward, the embedding in
-       backwards, small parameters; with R copies of the slices also 2 P/N (R-1)/R
+       backwards, small parameters; with R copies of the slices also 2 P/N (R-1)/R. Layer by layer all m are one pass:
+       3 P (N-1)/N under 3, 2 P (N-1)/N under 2 (arXiv 2512.17570)
 """
 
 from __future__ import annotations
@@ -56,6 +57,12 @@ class Case:
     shard: int | str = "all"
     resident: int = 0
     prefetch: int = 1
+    order: str = "micro"
+
+    @property
+    def passes(self) -> int:
+        """How often in a step parameters are gathered for a forward, and sliced gradients reduced."""
+        return 1 if self.order == "layer" else self.microbatches
 
     @property
     def world(self) -> int:
@@ -75,7 +82,7 @@ def config_of(case: Case) -> Config:
         "parallel": {"tp": case.tp, "pp": case.pp, "sequence": case.sequence, "schedule": case.schedule},
         "zero": {
             "stage": case.zero, "bucket_mib": case.bucket_mib, "shard_size": case.shard, "resident": case.resident,
-            "prefetch": case.prefetch,
+            "prefetch": case.prefetch, "order": case.order,
         },
         "precision": {"dtype": case.dtype, "reduce_dtype": case.reduce},
         "model": {**BASE, **dict(case.model)},
@@ -140,7 +147,7 @@ def gradients(engine: Engine, case: Case) -> dict[str, int]:
     """Bytes of a step's gradient sums and parameter gathers, from how this rank's parameters really lie."""
     sent = {"tp": 0, "pp": 0, "dp": 0}
     wire, width = (dtype(name or "fp32").itemsize for name in (engine.config.precision.reduce_dtype, case.dtype))
-    sums = case.microbatches if case.zero >= 2 else 1
+    sums = case.passes if case.zero >= 2 else 1
     for bucket in engine.layout.buckets:
         group, window = bucket.group, bucket.last - bucket.first
         if group.shard.size > 1:
@@ -159,7 +166,7 @@ def times_gathered(group: Group, engine: Engine, case: Case) -> int:
     """
     if case.zero < 3 or all(slot.param.numel() < case.resident for slot in group.slots):
         return 1
-    m, stage = case.microbatches, engine.blueprint.chunks[0]
+    m, stage = case.passes, engine.blueprint.chunks[0]
     first = m - 1 if case.schedule == "gpipe" else min(case.pp - engine.executor.rank - 1, m - 1)
     times = 0
     for layer in {stage.start + unit for slot in group.slots for unit in slot.units}:
@@ -232,10 +239,17 @@ CASES = {
     "dp2 zero 3, small ones whole": Case(dp=2, zero=3, model=WIDE, resident=65536),
     "dp2 zero 3 bf16, sums in bf16, small buckets": Case(dp=2, zero=3, dtype="bf16", reduce="bf16", bucket_mib=0.01),
     "dp2 zero 3 llama fp64": Case(dp=2, zero=3, model=LLAMA, dtype="fp64"),
+    "dp2 zero 3 by layer": Case(dp=2, zero=3, order="layer"),
+    "dp2 zero 3 by layer, bf16, small ones whole, small buckets": Case(
+        dp=2, zero=3, dtype="bf16", model=WIDE, resident=65536, order="layer", bucket_mib=0.01, microbatches=8
+    ),
+    "dp2 zero 2 by layer, small buckets": Case(dp=2, zero=2, order="layer", bucket_mib=0.01),
     "dp3 zero 3": Case(dp=3, zero=3, microbatches=1),
     "dp4 zero 3": Case(dp=4, zero=3, model=WIDE),
     "dp4 zero 3 in pairs": Case(dp=4, zero=3, shard=2),
     "dp4 zero 3 in ones": Case(dp=4, zero=3, shard=1),
+    "dp4 zero 3 by layer in pairs": Case(dp=4, zero=3, shard=2, order="layer", microbatches=4),
+    "tp2 dp2 zero 3 by layer": Case(tp=2, dp=2, zero=3, sequence=True, model=WIDE, order="layer"),
     "tp2 dp2 zero 3": Case(tp=2, dp=2, zero=3, sequence=True, model=WIDE),
     "tp2 dp2 zero 2": Case(tp=2, dp=2, zero=2, microbatches=1, model=WIDE),
     "pp2 dp2 zero 3": Case(pp=2, dp=2, zero=3),
@@ -292,16 +306,18 @@ def test_the_planner_is_exact_where_nothing_is_padded(name: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_parameter_moves_twice_and_under_zero_3_three_times(ranks: int) -> None:
-    """2, 2, 2 and 3 Psi (N-1)/N elements with one micro-batch, (m + 1) and 3 m Psi with m under stages 2 and 3."""
+    """2, 2, 2 and 3 Psi (N-1)/N elements with one micro-batch, (m + 1) and 3 m Psi with m under stages 2 and 3;
+    layer by layer with m, too, what it is with one."""
+    kinds = [(zero, m, "micro") for zero in range(4) for m in (1, 3)] + [(2, 4, "layer"), (3, 4, "layer")]
     shapes = tuple(
-        Case(dp=ranks, zero=zero, microbatches=m, model=(("hidden", 128), ("layers", layers)))
-        for zero in range(4) for m in (1, 3) for layers in (2, 3)
+        Case(dp=ranks, zero=zero, microbatches=m, order=order, model=(("hidden", 128), ("layers", layers)))
+        for zero, m, order in kinds for layers in (2, 3)
     )  # fmt: skip
     found, h = results(shapes), 128
     block, ends, unread = 12 * h * h + 13 * h, (53 + 16 + 2) * h, (16 + 2) * h
     elements = {}
     for case, sents in found.items():
-        m, psi = case.microbatches, ends + dict(case.model)["layers"] * block  # type: ignore[operator]
+        m, psi = case.passes, ends + dict(case.model)["layers"] * block  # type: ignore[operator]
         times = (2, 2, m + 1, 3 * m)[case.zero]
         # Positions are read in forwards only, and the head stays whole for its backward: its norm is gathered once, and
         # the tied table twice, for the embedding and for the head.
@@ -309,10 +325,12 @@ def test_a_parameter_moves_twice_and_under_zero_3_three_times(ranks: int) -> Non
         for sent in sents:
             assert (sent.parameters, sent.padding) == (psi, 0)
             assert sent.counted["dp"] - sent.messages["dp"] == 4 * expected * (ranks - 1) // ranks, case
-        elements[case.zero, m, psi] = (sents[0].counted["dp"] - sents[0].messages["dp"]) * ranks // (ranks - 1) // 4
-    for (zero, m, psi), count in elements.items():
+        elements[case.zero, m, psi, case.order] = (
+            (sents[0].counted["dp"] - sents[0].messages["dp"]) * ranks // (ranks - 1) // 4
+        )
+    for (zero, m, psi, order), count in elements.items():
         if psi == ends + 3 * block:  # what the third block adds: exactly so many times its parameters
-            assert count - elements[zero, m, psi - block] == (2, 2, m + 1, 3 * m)[zero] * block
+            assert count - elements[zero, m, psi - block, order] == (2, 2, m + 1, 3 * m)[zero] * block
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -333,6 +351,7 @@ KERNEL = {
     "dp2": Case(dp=2, micro=4, microbatches=1, model=BIG),
     "dp2 zero 2": Case(dp=2, zero=2, micro=1, microbatches=2, model=BIG),
     "dp2 zero 3": Case(dp=2, zero=3, micro=1, microbatches=2, model=BIG),
+    "dp2 zero 3 by layer": Case(dp=2, zero=3, micro=1, microbatches=4, model=BIG, order="layer"),
     "dp4 zero 3 in pairs": Case(dp=4, zero=3, shard=2, micro=1, microbatches=1, model=BIG),
     "dp4 zero 3": Case(dp=4, zero=3, micro=1, microbatches=1, model=BIG),
     "2x2x2": Case(pp=2, dp=2, tp=2, sequence=True, micro=4, microbatches=1, model=BIG),

@@ -45,6 +45,7 @@ class Case:
     microbatches: int = 1
     schedule: str = "1f1b"
     bucket_mib: float = 64.0
+    order: str = "micro"
 
     @property
     def world(self) -> int:
@@ -86,6 +87,7 @@ def config_of(case: Case) -> Config:
             "stage": case.zero, "bucket_mib": case.bucket_mib, "offload_optimizer": case.offload,
             "offload_params": params, "nvme_path": tempfile.gettempdir() if case.offload == "nvme" else None,
             "resident": 0,  # slice everything: the default keeps parameters as small as these whole
+            "order": case.order,
         },
         "precision": {"dtype": "bf16" if case.model in BF16 else "fp64"},
         "recompute": RECOMPUTE[case.recompute],

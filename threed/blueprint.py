@@ -82,7 +82,7 @@ class Blueprint:
 
     def lowered(self, microbatches: int, training: bool = True) -> Plan:
         """Returns a step's plan with its communication; of forwards alone for evaluation and sampling."""
-        schedule = self.config.parallel.schedule if training else None
+        schedule = schedule_of(self.config) if training else None
         placement = self.cut.placement if training else self.cut.one_way
         return _lowered(schedule, microbatches, placement, self.config.zero.stage == 3, training and self.optimistic)
 
@@ -112,6 +112,11 @@ class Blueprint:
         return setup.is_optimistic(self.config, self.plan)
 
     @property
+    def layer_major(self) -> bool:
+        """Whether a layer runs all micro-batches of a step before the next layer runs any."""
+        return self.config.zero.order == "layer"
+
+    @property
     def live(self) -> int:
         """Micro-batches whose activations this rank holds at the worst moment."""
         return math.ceil(schedules.peak_activations(self.plan, self.topology.axis("pp").index))
@@ -137,7 +142,12 @@ def _lowered(
 def step_plan(config: Config, data_ranks: int) -> Plan:
     """The compute actions of a step."""
     p = config.parallel
-    return schedules.build(p.schedule, p.pp, count_microbatches(config, data_ranks), p.chunks)
+    return schedules.build(schedule_of(config), p.pp, count_microbatches(config, data_ranks), p.chunks)
+
+
+def schedule_of(config: Config) -> str:
+    """The schedule of a step; layer by layer it is all forwards, then all backwards."""
+    return "gpipe" if config.zero.order == "layer" else config.parallel.schedule
 
 
 def names(layer: nn.Module) -> list[str]:

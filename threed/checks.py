@@ -52,6 +52,7 @@ _OTHERS = (
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
     Refusal("checkpoint", "async_", (False,), "saving while training goes on"),
 )
+LAYER_MAJOR = ("1f1b", "gpipe")  # on one stage the same: no bubble, whatever comes first
 REFUSALS = (*_OTHERS, *_of_schedule("interleaved"))
 """Features that are not there yet, under a schedule with any number of chunks. Who builds one deletes its line."""
 
@@ -62,7 +63,7 @@ def find_refusals(config: Config) -> list[str]:
     missing = [
         problem for refusal in (*_OTHERS, *_of_schedule(config.parallel.schedule)) if (problem := refusal.find(config))
     ]
-    own = (_check_memory_limit, _check_offload, _check_recompute, _check_optimistic)
+    own = (_check_memory_limit, _check_offload, _check_order, _check_recompute, _check_optimistic)
     return [*missing, *(problem for look in own for problem in look(config))]
 
 
@@ -182,6 +183,21 @@ def _check_optimistic(config: Config) -> Iterator[str]:
     for flag, place in places.items():
         if place != "none" and not zero.delayed_update:
             yield f"{given} with {flag} {place}: it keeps copies of what is on the device; use auto, or {flag} none"
+
+
+def _check_order(config: Config) -> Iterator[str]:
+    """What `--zero.order layer` cannot do, or would do for nothing."""
+    p, given = config.parallel, "--zero.order layer"
+    if config.zero.order != "layer":
+        return
+    if config.zero.stage < 2:
+        why = "parameters stay whole, and gradients are reduced once a step anyway"
+        yield f"{given} with --zero.stage {config.zero.stage}: {why}; use --zero.stage 2 or 3, or --zero.order micro"
+    if p.pp > 1:
+        why = "a stage would have to wait for all micro-batches before its first layer"
+        yield f"{given} with --parallel.pp {p.pp}: {why}; use --zero.order micro, or pp 1"
+    elif p.schedule not in LAYER_MAJOR:
+        yield f"{given} with --parallel.schedule {p.schedule}: use {' or '.join(LAYER_MAJOR)}, or --zero.order micro"
 
 
 def heads_fit(heads: int, kv_heads: int, tp: int) -> bool:

@@ -112,6 +112,9 @@ class ZeroConfig(_Group):
     nvme_path: PathText | None = Field(None, description="folder on the NVMe drive for what is offloaded to it")
     prefetch: Count = Field(1, description="units gathered ahead of the one that runs under stage 3")
     resident: Natural = Field(65536, description="parameters with fewer elements than this stay whole under stage 3")
+    order: Literal["micro", "layer", "auto"] = Field(
+        "micro", description="run all layers of a micro-batch, or all micro-batches of a layer, before the next"
+    )
     tile: Count = Field(1, description="tiles a giant linear layer is cut into, gathered one at a time; 1: none")
     delayed_update: Switch = Field(
         False, description="update on the host while the next step runs, with weights one step old"

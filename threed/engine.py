@@ -12,6 +12,7 @@ the host; `StepMetrics` does that when it is asked.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,7 +29,7 @@ from threed.checkpoint import fit, native
 from threed.checkpoint.extras import Extras
 from threed.checks import find_refusals
 from threed.config import Config, ConfigError, resolve
-from threed.footprint import flops
+from threed.footprint import decide_order, flops
 from threed.layer_times import cut_by_times
 from threed.layers import MicroBatch, Slicing
 from threed.layers.linear import use_sinks
@@ -38,6 +39,7 @@ from threed.models import Model, Wrapped
 from threed.models.check import check
 from threed.pipeline import activation_checkpointing, compiling
 from threed.pipeline.executor import Executor, Outdated, Span
+from threed.pipeline.layer_major import LayerMajorExecutor, LayerMajorStage
 from threed.pipeline.overlap import Overlap
 from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.transport import Transport, links
@@ -95,7 +97,8 @@ class Engine:
         module = self.wrapped and self.wrapped.module
         self.buffers = buffers.build(layers, blueprint.cut, topology, blueprint.again, module)
         self.gatherer = Gatherer(self.layout, setup.gather_axis(config, topology, self.layout.policy))
-        self.reducer = Reducer(self.layout, setup.wire(config.precision), dynamic=self.wrapped is not None)
+        wire, dynamic = setup.wire(config.precision), self.wrapped is not None
+        self.reducer = Reducer(self.layout, wire, dynamic, blueprint.layer_major)
         self.reducer.warns = topology.axis("tp").index == 0
         self.optimizer = Optimizer(
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
@@ -113,7 +116,7 @@ class Engine:
         compiling.compile_layers(mine, layers, config.run)
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wrapped is not None)
-        self.executor = Executor(
+        self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
             self._stages(mine), transport or links(self.model, topology), topology.axis("pp").index,
             self.reducer.all_passes_ended, self._pass_ended, weight_gradients=self.reducer, device=topology.device,
             overlap=self._overlap(mine), varying=getattr(self.model, "boundaries_vary", False),
@@ -137,6 +140,7 @@ class Engine:
         topology, layers = self.topology, self.model.layers()
         if self.wrapped is None:
             check(layers, self.model.slicing, topology.axis("tp"), topology.axis("world"))
+        self.config = decide_order(self.config, self.model, layers, topology)
         by_times = cut_by_times(self.model, self.config, topology, self._costs)
         blueprint = Blueprint.draw(self.model, layers, topology, self.config, self._costs, by_times)
         trainable = collectives.exchange(bool(blueprint.layout.buckets), topology.axis("world"))
@@ -156,14 +160,16 @@ class Engine:
 
     def _stages(self, mine: list[nn.Module]) -> list[Stage]:
         """This rank's chunks of the model; a wrapped module gathers its parameters, and recomputes, by itself."""
-        blueprint, first, stages = self.blueprint, 0, []
+        blueprint, first, stages = self.blueprint, 0, list[Stage]()
+        layer_major = functools.partial(LayerMajorStage, unit_ended=self.reducer.unit_ended)
+        make: Callable[..., Stage] = layer_major if blueprint.layer_major else Stage
         units = {} if self.wrapped else {unit: mine[unit] for unit in blueprint.recomputed_units}
         recomputed = activation_checkpointing.build(
             self.config, units, blueprint.live, self.model.slicing, self.topology
         )
         for chunk in blueprint.chunks:
             layers, gatherer = mine[first : first + len(chunk)], AlwaysWhole() if self.wrapped else self.gatherer
-            stages.append(Stage(layers, gatherer, self.config.zero.prefetch, first, recomputed))
+            stages.append(make(layers, gatherer, self.config.zero.prefetch, first, recomputed))
             first += len(chunk)
         return stages
 

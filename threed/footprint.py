@@ -20,18 +20,22 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.blueprint import Blueprint
-from threed.config import Config
+from threed.checks import LAYER_MAJOR
+from threed.config import Config, ConfigError
 from threed.device import peak_bytes, reset_peak
 from threed.layers import MicroBatch
-from threed.models import Model
+from threed.models import Model, Wrapped
 from threed.pipeline import activation_checkpointing
-from threed.pipeline.trace import META, LayerCost, Tracer, Watch, stated_flops
+from threed.pipeline.activation_checkpointing import recomputed_layers
+from threed.pipeline.trace import META, LayerCost, TraceError, Tracer, Watch, stated_flops
 from threed.pipeline.transport import SlicedLinks, links
 from threed.planner.gathering import Gathering, gathering
 from threed.planner.grid import AXES
+from threed.planner.order import choose
 from threed.precision import dtype
 from threed.schedules import Action, Kind
 from threed.schedules.action import COMPUTE
+from threed.sharding import spec_of
 from threed.topology import Topology, default_device
 from threed.zero import setup
 from threed.zero.layout import Group, Layout
@@ -117,7 +121,11 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
         held["optimizer"] += sum(bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets)
     gathered = _gather(blueprint)
     chunks = [[costs[number] for number in chunk] for chunk in blueprint.chunks]
-    kept, most = _activations(blueprint, chunks, _Reductions(blueprint, states), gathered)
+    reductions = _Reductions(blueprint, states)
+    if blueprint.layer_major:
+        kept, most = _activations_by_layer(blueprint, chunks[0], reductions, gathered[0])
+    else:
+        kept, most = _activations(blueprint, chunks, reductions, gathered)
     held["activations"] = kept
     held["buffers"] = most - kept + _tiles(layout) + _standing(blueprint, chunks)
     sends = {axis: traffic[axis] - before[axis] for axis in AXES}
@@ -125,6 +133,54 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     elsewhere = held.pop("offloaded") + _kept_elsewhere(blueprint, chunks)
     held["peak"] = sum(held.values())
     return Footprint({**held, **({"offloaded": elsewhere} if elsewhere else {})}, sends)
+
+
+def decide_order(config: Config, model: Model, layers: list[nn.Module], topology: Topology) -> Config:
+    """The configuration with `zero.order` decided, alike on all ranks, where it is auto. Collective.
+
+    Raises ConfigError for `layer` with a wrapped module. A model that cannot be traced runs by micro-batch.
+    """
+    if isinstance(model, Wrapped):
+        if config.zero.order == "layer":
+            fix = "it runs all its layers in one call: build it from threed.layers, or use --zero.order micro"
+            raise ConfigError([f"--zero.order layer with a wrapped module: {fix}"])
+        return with_order(config, lambda: [(0, 0)])
+
+    def facts() -> list[tuple[int, int]]:
+        try:
+            costs = trace(model, layers, config, topology, recomputed_layers(config, layers))
+            mine = order_facts(config, layers, costs)
+        except TraceError:
+            mine = (0, 0)
+        return collectives.exchange(mine, topology.axis("tp"))
+
+    return with_order(config, facts)
+
+
+def with_order(config: Config, facts: Callable[[], Sequence[tuple[int, int]]]) -> Config:
+    """The configuration with `zero.order` decided where it is auto (`planner.order`).
+
+    facts: gives the `order_facts` of every tensor rank.
+    """
+    p, zero, train = config.parallel, config.zero, config.train
+    if zero.order != "auto":
+        return config
+    microbatches, order = train.global_batch // (train.micro_batch * (p.dp or 1)), "micro"
+    if zero.stage == 3 and microbatches > 1 and p.pp == 1 and p.schedule in LAYER_MAJOR:
+        kept, freed = zip(*facts(), strict=True)
+        order = choose(microbatches, max(kept), min(freed))
+    return config.model_copy(update={"zero": zero.model_copy(update={"order": order})})
+
+
+def order_facts(config: Config, layers: Sequence[nn.Module], costs: Sequence[LayerCost]) -> tuple[int, int]:
+    """Bytes that one micro-batch keeps on this tensor rank, and those of parameters that ZeRO-3 does not keep whole."""
+    zero, data = config.zero, config.parallel.dp or 1
+    ranks = data if zero.shard_size == "all" else int(zero.shard_size)
+    params = {spec_of(param).name: param for layer in layers for param in layer.parameters()}
+    large = [param for param in params.values() if param.numel() * spec_of(param).tile[1] >= max(zero.resident, 1)]
+    nbytes = sum(param.numel() for param in large) * dtype(config.precision.dtype).itemsize
+    kept = Pass(costs[:-1] or costs).kept + costs[-1].input  # the last layer runs a micro-batch at a time
+    return kept, nbytes if zero.offload_params != "none" else nbytes * (ranks - 1) // ranks
 
 
 @contextmanager
@@ -187,6 +243,31 @@ def _activations(
     return kept, max(most, reductions.end)
 
 
+def _activations_by_layer(
+    blueprint: Blueprint, layers: Sequence[LayerCost], reductions: _Reductions, gathered: Gathering[Group]
+) -> tuple[int, int]:
+    """The same where a layer runs all micro-batches before the next. Beside the one that runs, others wait before the
+    layer or have passed it: most bytes are alive at the first micro-batch or at the last. The last layer runs forward
+    and backward of one, and leaves the gradient of its input."""
+    others, width = blueprint.plan.microbatches - 1, blueprint.layout.policy.param_dtype.itemsize
+    kept = most = all_kept = 0  # of all micro-batches, by the layers before
+    kept_before = False  # whether the layer before keeps what it handed on
+    for unit, cost in enumerate(layers):
+        stays = cost.input * (cost.keeps_input or kept_before)
+        passed = cost.kept + stays + cost.output
+        waiting = passed + cost.output * cost.keeps_output  # for their backward, with the gradient of the output
+        if unit == len(layers) - 1:
+            all_kept = kept + others * cost.input + cost.kept + stays
+            passed = waiting = cost.input * (1 + kept_before)
+        forward = kept + others * max(passed, cost.input) + cost.forward
+        backward = kept + others * max(waiting, cost.input) + cost.backward + stays * (not cost.keeps_input)
+        most = max(most, forward + reductions.standing + gathered.forward * width)
+        most = max(most, backward + reductions.during[unit] + gathered.backward[unit] * width)
+        kept += (others + 1) * (cost.kept + stays)
+        kept_before = cost.keeps_output
+    return all_kept, max(most, reductions.end)
+
+
 def _kept_elsewhere(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
     """The most bytes of inputs that layers which are recomputed keep on a drive, or in the memory of the host."""
     return blueprint.live * sum(cost.elsewhere for chunk in chunks for cost in chunk)
@@ -196,6 +277,8 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
     """Counts what is gathered in a step as sent; what each chunk gathers."""
     layout, chunks, first = blueprint.layout, list[Gathering[Group]](), 0
     actions = blueprint.plan.ranks[blueprint.topology.axis("pp").index]
+    if blueprint.layer_major:  # all micro-batches are one pass
+        actions = (Action(Kind.F, 0), Action(Kind.B, 0))
     times = Counter({group: 1 for group in layout.groups if group.key.trainable and not group.sliced})
     for number, chunk in enumerate(blueprint.chunks):
         units = [_gathered_by(layout, unit) for unit in range(first, first + len(chunk))]
@@ -269,13 +352,13 @@ class _Reductions:
 
     def __init__(self, blueprint: Blueprint, states: Sequence[State]) -> None:
         layout, config = blueprint.layout, blueprint.config
-        reducer = Reducer(layout, setup.wire(config.precision))
+        reducer = Reducer(layout, setup.wire(config.precision), whole_step=blueprint.layer_major)
         self.always = reducer.rounds
         rounds = min(blueprint.plan.microbatches, STEADY) if reducer.rounds else 1
         traffic, before = blueprint.topology.traffic, Counter(blueprint.topology.traffic)
         staged = [drive.take() for drive in layout.policy.drives]  # counted with the drives
         with Watch([*storages(layout, states), *staged]) as watch:
-            for _ in range(2 if reducer.rounds and rounds < STEADY else 1):  # buffers stay from step to step
+            for _ in range(2 if reducer.sliced and rounds < STEADY else 1):  # buffers stay from step to step
                 traffic.clear()
                 traffic.update(before)
                 self._step(blueprint, reducer, rounds, watch)
@@ -308,4 +391,6 @@ class _Reductions:
             for slot in reversed(layout.slots):
                 for _ in range(slot.units.count(unit) if slot.param.requires_grad else 0):
                     reducer.sink_of(slot).add(found.expand(slot.param.shape))
+            if not self.always:
+                reducer.unit_ended(unit)
             self.during[unit] = watch.most

@@ -14,7 +14,7 @@ from typing import cast
 from threed import models, schedules
 from threed.blueprint import Blueprint, set_loss_chunks, step_plan
 from threed.config import Config
-from threed.footprint import footprint, trace
+from threed.footprint import footprint, order_facts, trace, with_order
 from threed.layer_times import division as divided
 from threed.layer_times import fullest, held_by, known_times, layer_times
 from threed.layers import Slicing
@@ -76,6 +76,9 @@ class Forecast:
         alike: dict[object, _Column] = {}  # columns that hold parameters of the same shapes count as one
         columns = [_Column(config, grid, build, number) for number in range(grid.tp)]
         columns = [alike.setdefault(column.shapes, column) for column in columns]
+        config = with_order(config, lambda: [order_facts(config, c.layers, c.costs) for c in set(columns)])
+        for column in columns:
+            column.config = config
         whole = columns[0] if grid.tp == 1 else _Column(config, Grid(), build, 0)
         flops = [sum(costs) for costs in zip(*(column.flops for column in columns), strict=True)]
         if division is None and p.partition == "measured" and grid.pp > 1:
@@ -118,6 +121,7 @@ class Forecast:
             f"pipeline   {c.parallel.schedule}, ideal bubble {self.bubble:.1%}",
             *([f"partition  {self.division.text()}"] if self.division else []),
             *(f"partition  {notice}" for notice in (self.division.notices if self.division else ())),
+            *([f"order      {_order_text(self.microbatches)}"] if c.zero.order == "layer" else []),
             *([f"recompute  {_recompute_text(c)}"] if c.recompute.mode != "none" else []),
             *([f"traffic    up to {sent} MiB sent by a rank in a step"] if sent else []),
             *(_line(rank) for rank in self.ranks[:16]),
@@ -208,6 +212,12 @@ def _timeline(flops: Sequence[float], drawn: Blueprint) -> schedules.Timeline:
     again = tuple(sum(flops[i] for i in stage if i in drawn.again) / 3 for stage in drawn.cut.ranges)
     backward = tuple(once + more for once, more in zip(forward, again, strict=True))
     return schedules.simulate(drawn.plan, schedules.Costs(forward, backward, forward))
+
+
+def _order_text(microbatches: int) -> str:
+    """What layer by layer means."""
+    gathered = "parameters are gathered and gradients reduced once a pass"
+    return f"each layer runs all {microbatches} micro-batches: {gathered}; all of them keep their activations"
 
 
 def _recompute_text(config: Config) -> str:

@@ -126,6 +126,7 @@ CASES = {
     "parameters on the host": Case(zero=3, offload_params="cpu", bucket_mib=0.03, prefetch=2),
     "both on the host, bf16": Case(**OFFLOADED, dtype="bf16", model="llama", recompute="cpu"),
     "everything on a drive": Case(**DRIVE, recompute="nvme"),
+    "the same, layer by layer": Case(**DRIVE, recompute="nvme", order="layer", microbatches=3),
     "recompute": Case(recompute="full", dropout=0.1),
     "recompute from the host": Case(recompute="cpu", dtype="fp32", model="llama"),
     "recompute in an arena": Case(recompute="half", zero=2),
@@ -272,6 +273,7 @@ def test_a_planted_fault_is_found(plant: Plant, case: Case) -> None:
 OF_RANKS = {
     "ZeRO 3": Case(dp=2, zero=3, bucket_mib=0.03, prefetch=2),
     "everything on the host": Case(dp=2, **OFFLOADED, recompute="cpu"),
+    "the same, layer by layer": Case(dp=2, **OFFLOADED, recompute="cpu", order="layer", microbatches=3),
     "1F1B": Case(pp=2, microbatches=4, recompute="cpu"),
     "pairs": Case(pp=2, schedule="dualpipev", layers=6, microbatches=8, recompute="half"),
     "parts of inputs, gathered": Case(tp=2, recompute="sliced"),

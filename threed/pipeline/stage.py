@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -252,7 +253,7 @@ class Stage:
         del self._open[microbatch]
         return dy
 
-    def _back(self, unit: int, frame: Frame, before: list[Frame], dy: Any, first: bool, split: bool) -> Any:
+    def _back(self, unit: int, frame: Frame, before: list[Frame], dy: Any, first: bool, split: bool = False) -> Any:
         """Runs the backward of the graph that ends with a layer. before: frames whose backward comes next. first: of
         the stage's backward, where dy None means that y is a loss."""
         with self._graph(unit, frame, before, split) as (x, edges):
@@ -290,7 +291,8 @@ class Stage:
         store = self.recomputed.store
         if store is None:
             return
-        saved = [one for frame in reversed(frames) if frame.again is not None for one in frame.again.saved]
+        coming = (one for frame in reversed(frames) if frame.again is not None for one in frame.again.saved)
+        saved = list(islice(coming, max(FETCH_AHEAD, GATHER_AHEAD)))
         for one in saved[:FETCH_AHEAD]:
             store.fetch(one)
         for one in saved[:GATHER_AHEAD]:

@@ -4,7 +4,8 @@ Every trainable parameter gets a `Sink`. Linear layers and embeddings write thei
 through autograd's post-accumulate hook. A bucket is ready when every parameter in it has received the number of
 contributions expected in a round. The reduction of ready buckets begins in one fixed order, the same on every rank,
 while backward continues with earlier layers. A round is a step where gradients are kept in full (stages 0 and 1), and
-a micro-batch where they are slices (stages 2 and 3): there each round's sum is added to this rank's slice.
+a micro-batch where they are slices (stages 2 and 3): there each round's sum is added to this rank's slice. Where all
+micro-batches of a layer run before the next layer's (`whole_step`), a round is a step under every stage.
 
 The expected number of contributions is the one of the last round; at first, one for each module that has the
 parameter. In a wrapped module (`dynamic`) it may change from step to step; in a model of `threed.layers` it is learnt
@@ -57,15 +58,19 @@ class Reducer:
 
     Call begin(microbatches) before the first backward, pass_ended(chunk) after each, and finish() after the last: it
     returns each bucket's slice of the sum. wire: the dtype gradients are sent in, by default their own. dynamic: of a
-    wrapped module, see above; its backwards run inside `own_backward`.
+    wrapped module, see above; its backwards run inside `own_backward`. whole_step: see above; call unit_ended(unit)
+    after the last backward of each unit.
     """
 
-    def __init__(self, layout: Layout, wire: torch.dtype | None = None, dynamic: bool = False) -> None:
+    def __init__(
+        self, layout: Layout, wire: torch.dtype | None = None, dynamic: bool = False, whole_step: bool = False
+    ) -> None:
         self.layout, self.wire, self.dynamic = layout, wire, dynamic
         self._learning = True  # until the first step is over
         self.warns = True  # one of the tensor ranks warns of unused parameters
-        self.rounds = layout.policy.slices_gradients
-        self.memory: Gradients = BucketGradients(layout) if self.rounds else FullGradients(layout)
+        self.sliced = layout.policy.slices_gradients
+        self.rounds = self.sliced and not whole_step  # several in a step
+        self.memory: Gradients = BucketGradients(layout) if self.sliced else FullGradients(layout)
         self._sinks: dict[Slot, Sink] = {}
         self._buckets_of: dict[Slot, list[int]] = {}
         self._queues: dict[tuple[int, ...], Queue] = {}
@@ -79,6 +84,7 @@ class Reducer:
                 self._sinks[slot] = sink
         self.sinks = list(self._sinks.values())
         self._slots = [bucket.slots() for bucket in layout.buckets]
+        self._earliest = [min((min(slot.units) for slot in slots), default=-1) for slots in self._slots]
         self._queue_of = [self._queues[bucket.group.key.chunks] for bucket in layout.buckets]
         for number, slots in enumerate(self._slots):
             self._queue_of[number].buckets.append(number)
@@ -220,7 +226,7 @@ class Reducer:
         complete = (queue.passes <= 1 or not self.rounds) and not later_sums(bucket)
         self._in_flight.append(InFlight(bucket, window, pending, staged, add, complete))
         at_hand = not add or isinstance(bucket.grad, InMemory)
-        if self.rounds and at_hand and shard.size == 1 and not early_sum(bucket):
+        if self.sliced and at_hand and shard.size == 1 and not early_sum(bucket):
             self._complete_oldest()  # no communication, nothing to wait for
 
     def _limit_in_flight(self, bucket: Bucket) -> None:
@@ -272,6 +278,12 @@ class Reducer:
                 self._flush(queue)
                 queue.passes -= 1
                 self._begin_round(queue)
+
+    def unit_ended(self, unit: int) -> None:
+        """Ends all backwards of a unit, and so of those behind it: sends their remaining buckets."""
+        for queue in self._queues.values():
+            while queue.begun < len(queue.buckets) and self._earliest[queue.buckets[queue.begun]] >= unit:
+                self._start(queue)
 
     def _flush(self, queue: Queue) -> None:
         """Ends a round: sends every remaining bucket; parameters without a gradient count as zero."""

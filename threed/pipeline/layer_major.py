@@ -1,0 +1,171 @@
+"""Layer-major accumulation: every layer runs all micro-batches of a step before the next layer runs any.
+
+    stage    = LayerMajorStage(layers, gatherer, unit_ended=reducer.unit_ended)
+    executor = LayerMajorExecutor([stage], transport, 0)
+    losses   = executor.run(gpipe(1, 8), micro_batches)
+
+So a layer's parameters are gathered, or read from a drive, once a pass and not once a micro-batch, and its gradient is
+reduced once a step. The plan is GPipe's on one stage: all forwards, then all backwards, each half layer by layer. As in
+that plan all micro-batches keep what their backward needs: with full recompute the inputs of layers, where
+`--recompute.offload` puts them. Only the last layer, whose logits are the largest tensor, runs a micro-batch's forward
+and then its backward. Gradients are summed in the order of micro-batches, as in 1F1B.
+
+Source: arXiv 2512.17570 (GreedySnake), whose name for this order is vertical scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from threed.layers.running import staged
+from threed.layers.slicing import MicroBatch
+from threed.pipeline.activation_checkpointing import Recomputed
+from threed.pipeline.executor import Executor
+from threed.pipeline.stage import Frame, ParameterGatherer, Stage
+from threed.schedules.action import COMPUTE, Action, Kind
+from threed.schedules.plan import Plan
+from threed.schedules.window import Step
+
+During = Callable[[Kind, int], AbstractContextManager[None]]  # entered around a layer's F or B of a micro-batch
+
+
+class LayerMajorStage(Stage):
+    """A stage that can run all micro-batches of a layer before the next; every layer has a graph of its own.
+
+    unit_ended(unit) is called when the backwards of all micro-batches of a layer are over.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], gatherer: ParameterGatherer, prefetch: int = 1, first: int = 0,
+        recomputed: Recomputed | None = None, *, unit_ended: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(layers, gatherer, prefetch, first, recomputed)
+        self.unit_ended = unit_ended
+        self._joined = set()  # a graph of two layers would run both of them for one micro-batch
+        self._frames: list[Frame] = []  # the backward takes them from the end
+
+    def reset(self) -> None:
+        """Begins a step: drops what is left of an aborted one; layers look at their parts."""
+        super().reset()
+        self._drop(self._frames)
+        self._frames.clear()
+
+    def run_all(self, micros: Sequence[MicroBatch], during: During) -> list[Tensor]:
+        """Runs forward and backward of all micro-batches; returns the last layer's outputs: their losses. Sinks get
+        weight gradients."""
+        *units, last = self._units
+        values: list[Any] = [None] * len(micros)
+        for step in self._walk(False, self._backward_units[:1] == [last]):
+            self._gather(step)
+            if step.run == last:
+                losses, grads = self._turn(last, micros, values, during)
+            else:
+                self._forward_of(step.run, micros, values, during)
+            if step.release:
+                self.gatherer.release(step.run)
+        self._end(last)
+        for unit in reversed(units):
+            self._gather_for_backward(unit)
+            for number in range(len(micros)):
+                with during(Kind.B, number):
+                    grads[number] = self._back(unit, self._frames.pop(), self._frames, grads[number], first=False)
+            self._end(unit)
+        return losses
+
+    def _forward_of(self, unit: int, micros: Sequence[MicroBatch], values: list[Any], during: During) -> None:
+        """Runs a layer on all micro-batches: replaces each one's input by the output."""
+        first = len(self._frames)
+        with torch.enable_grad(), staged(self._looked):
+            for number, micro in enumerate(micros):
+                with during(Kind.F, number):
+                    values[number], frame = self._run(unit, values[number], micro, values[number])
+                assert frame is not None
+                self._frames.append(frame)
+        self._frames[first:] = self._frames[first:][::-1]  # the backward, too, begins with micro-batch 0
+
+    def _turn(
+        self, unit: int, micros: Sequence[MicroBatch], values: list[Any], during: During
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Runs the last layer, forward and backward a micro-batch; returns the losses and the gradients of `values`,
+        which are dropped."""
+        losses, grads = list[Tensor](), list[Any]()
+        self._gather_for_backward(unit)
+        self._prefetch_inputs(self._frames)
+        for number, micro in enumerate(micros):
+            with during(Kind.F, number), torch.enable_grad(), staged(self._looked):
+                loss, frame = self._run(unit, values[number], micro, values[number])
+            assert frame is not None
+            self._frames.append(frame)
+            losses.append(loss.detach())
+            values[number] = None
+            del loss, frame
+            with during(Kind.B, number):
+                grads.append(self._back(unit, self._frames.pop(), self._frames, None, first=True))
+        return losses, grads
+
+    def _gather(self, step: Step) -> None:
+        for unit in step.gather:
+            self.gatherer.start(unit)
+        self.gatherer.ready(step.run)
+
+    def _gather_for_backward(self, unit: int) -> None:
+        for step in self._walk(True, False):
+            if step.run == unit:
+                self._gather(step)
+
+    def _end(self, unit: int) -> None:
+        """Ends the backward of a layer: frees what it gathered."""
+        if any(step.run == unit and step.release for step in self._walk(True, False)):
+            self.gatherer.release(unit)
+        if self.unit_ended is not None:
+            self.unit_ended(unit)
+
+
+class LayerMajorExecutor(Executor):
+    """Runs a step's plan layer by layer, over one stage that is the whole model; other plans as they are.
+
+    Spans are those of every layer and micro-batch. Raises ValueError for a plan that is not all forwards and then all
+    backwards, in one order of micro-batches, on one rank.
+    """
+
+    def run(self, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
+        """Runs a plan; returns the losses, by micro-batch."""
+        if plan.forward_only:
+            return super().run(plan, micros)
+        check(plan)
+        (stage,) = self.stages
+        assert isinstance(stage, LayerMajorStage)
+        stage.reset()
+        losses = stage.run_all(micros, self._during)
+        if self.on_backward is not None:
+            for _ in micros:
+                self.on_backward(0)
+        if self.on_reduce is not None:
+            self.on_reduce(0)
+        return losses
+
+    @contextmanager
+    def _during(self, kind: Kind, microbatch: int) -> Iterator[None]:
+        began = None if self._clock is None else self._clock.now()
+        yield
+        if self._clock is not None and began is not None:
+            self._marks.append((Action(kind, microbatch), began, self._clock.now()))
+
+
+def check(plan: Plan) -> None:
+    """Raises ValueError unless a plan can be run layer by layer."""
+    every = range(plan.microbatches)
+    wanted = [Action(kind, microbatch) for kind in (Kind.F, Kind.B) for microbatch in every]
+    for rank, actions in enumerate(plan.ranks):
+        found = [action for action in actions if action.kind in COMPUTE]
+        if plan.stages > 1 or found != wanted:
+            wrong = next((a for a, b in zip(found, wanted, strict=False) if a != b), found[0] if found else "nothing")
+            raise ValueError(
+                f"plan {plan.name}: rank {rank}: {wrong}: layer by layer runs the plan of one stage that does all"
+                " forwards and then all backwards, in the order of micro-batches (gpipe)"
+            )
