@@ -118,9 +118,9 @@ class Engine:
         self.extras = Extras(self.buffers, topology, generators=self.wrapped is not None)
         self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
             self._stages(mine), transport or links(self.model, topology), topology.axis("pp").index,
-            self.reducer.all_passes_ended, self._pass_ended, weight_gradients=self.reducer, device=topology.device,
-            overlap=self._overlap(mine), varying=getattr(self.model, "boundaries_vary", False),
-            on_validate=self.optimizer.validate,
+            self.reducer.all_passes_ended, self._pass_ended, weight_gradients=self.reducer.deferral,
+            overlap=self._overlap(mine), device=topology.device,
+            varying=getattr(self.model, "boundaries_vary", False), on_validate=self.optimizer.validate,
         )  # fmt: skip
 
     def _as_model(self, model: Model | nn.Module) -> Model:

@@ -57,7 +57,7 @@ def _key(action: Action) -> tuple[int, int]:
 
 
 class WeightGradients(Protocol):
-    """Sets aside what weights' gradients are computed from, and computes them later (`threed.zero.reducer`)."""
+    """Sets aside what weights' gradients are computed from, and computes them later (`threed.zero.deferral`)."""
 
     def defer(self) -> AbstractContextManager[list[Any]]:
         """In the block, sets it aside in the list."""

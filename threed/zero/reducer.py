@@ -18,8 +18,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -31,11 +30,12 @@ from threed.device import start_copy_in
 from threed.memory.tiers import InMemory, StagedBuffer, start_copy
 from threed.planner.memory import BUCKETS_IN_FLIGHT
 from threed.topology import Axis
+from threed.zero.deferral import Deferral
 from threed.zero.gradients import BucketGradients, FullGradients, Gradient, Gradients, InFlight, early_sum, later_sums
 from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.norm import squares
 from threed.zero.others import left
-from threed.zero.sink import EVER, Contribution, Sink, taken_by, too_late
+from threed.zero.sink import EVER, Sink, taken_by, too_late
 from threed.zero.unused import Unused
 
 
@@ -100,7 +100,7 @@ class Reducer:
         self._squares: dict[Bucket, Tensor] = {}  # of complete slices
         self._aside: dict[Slot, Tensor] = {}
         self.gather_order: Callable[[], int] = lambda: 0  # a hash of what a step gathered, where ranks must agree
-        self.deferred: list[Contribution] | None = None  # while an input's gradient alone is computed
+        self.deferral = Deferral()
         self.unused: Unused | None = None  # tracks which parameters were used
         self.listener: Callable[[Slot], None] | None = None  # called with every parameter whose gradient is complete
 
@@ -126,28 +126,6 @@ class Reducer:
 
     def _places(self, slot: Slot) -> int:
         return 1 if self.dynamic else len(slot.places)
-
-    @contextmanager
-    def defer(self) -> Iterator[list[Contribution]]:
-        """In the block, sinks set aside what comes instead of adding it; yields the list of that, for `add_deferred`.
-
-        This splits a backward in two (arXiv 2401.10241, section 2): products for the weights' gradients are not even
-        computed yet, only their factors kept. A round is that of the micro-batch whose contributions are added, so they
-        may wait for as long as the schedule likes.
-        """
-        self.deferred = waiting = list[Contribution]()
-        try:
-            yield waiting
-        finally:
-            self.deferred = None
-
-    @torch.no_grad()
-    def add_deferred(self, waiting: list[Contribution]) -> None:
-        """Adds what was set aside, in the order in which it came, and lets go of it one by one."""
-        waiting.reverse()
-        while waiting:
-            add, tensors = waiting.pop()
-            add(*tensors)
 
     def begin(self, microbatches: int) -> None:
         """Begins a step, and discards the gradients of one that was aborted."""

@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 
 from threed.ops import matmul
+from threed.zero.deferral import Deferral
 from threed.zero.gradients import Gradients
 from threed.zero.layout import Layout, Slot
 from threed.zero.others import is_own
 
 EVER = 2**62  # an unknown number of contributions: the parameter is complete when the round ends
-
-
-# A contribution that waits for its W: what adds it, and with what.
-Contribution = tuple[Callable[..., None], tuple[Tensor, ...]]
 
 
 class Collector(Protocol):
@@ -29,7 +26,7 @@ class Collector(Protocol):
     memory: Gradients
     dynamic: bool
     listener: Callable[[Slot], None] | None
-    deferred: list[Contribution] | None
+    deferral: Deferral
 
     def is_late(self, sink: Sink) -> bool: ...
 
@@ -82,7 +79,7 @@ class Sink:
         """
         total, fresh, direct = None, not self.received, False
         pairs = iter(pairs)
-        if self.reducer.deferred is not None:
+        if self.reducer.deferral.waiting is not None:
             first, second = next(pairs, None), next(pairs, None)
             if first is not None and second is None:
                 return self.add_product(*first)
@@ -98,13 +95,14 @@ class Sink:
 
     def _deferred(self, add: Callable[..., None], *tensors: Tensor) -> bool:
         """Returns whether contributions wait for a W now; then this one is set aside."""
-        if self.reducer.deferred is None:
+        waiting = self.reducer.deferral.waiting
+        if waiting is None:
             return False
-        self.reducer.deferred.append((add, tensors))
+        waiting.append((add, tensors))
         return True
 
     def _takes_products(self, a: Tensor) -> bool:
-        if self.reducer.deferred is not None:
+        if self.reducer.deferral.waiting is not None:
             return False
         return not self.reducer.is_late(self) and (a.dtype == self._dtype or matmul.widens(a, self._dtype))
 
@@ -127,7 +125,7 @@ class Sink:
         due when that was done. None where a gradient cannot be written there now: `add` it."""
         return (
             None
-            if self.reducer.deferred is not None or self.reducer.is_late(self)
+            if self.reducer.deferral.waiting is not None or self.reducer.is_late(self)
             else (self._target(), self.received > 0)
         )
 
