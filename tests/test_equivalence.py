@@ -32,7 +32,7 @@ SETTINGS: dict[str, list[object]] = {
     "model": list(MODELS),
     "sequence": [True, False],
     "zero": [0, 1, 2, 3],
-    "schedule": ["1f1b", "gpipe", "interleaved", "zb-v", "dualpipe"],
+    "schedule": ["1f1b", "gpipe", "interleaved", "zb-v"],  # all of them: tests/test_schedules_training.py
     "microbatches": [1, 3, 8],
     "dropout": [0.0, 0.1],
     "dtype": ["fp64", "fp32"],
@@ -61,7 +61,6 @@ def make(values: Values) -> Case | None:
     v["sequence"] = v["sequence"] and tp > 1
     v["schedule"], v["partition"] = (v["schedule"], v["partition"]) if pp > 1 else ("1f1b", "balanced")
     v["layers"] = 6 if v["schedule"] in CHUNKS else 3  # with the ends of the model, two chunks on each of four ranks
-    v["microbatches"] = 8 if v["schedule"] == "dualpipe" else v["microbatches"]  # twice as many as ranks at least
     offload = v["zero"] == 3 and v["offload_params"] != "none"
     v["offload_params"] = v["offload_params"] if offload else "none"
     v["offload_optimizer"] = v["offload_optimizer"] if v["zero"] else "none"
