@@ -106,7 +106,7 @@ class Blueprint:
         """This rank's units of which something is computed again."""
         return [unit for unit, number in enumerate(self.held) if number in self.recomputed]
 
-    @property
+    @functools.cached_property  # every step asks, and a plan is long to hash
     def optimistic(self) -> bool:
         """Whether updates begin before the gradient norm is known, and are validated in the next step."""
         return setup.is_optimistic(self.config, self.plan)

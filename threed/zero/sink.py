@@ -123,11 +123,9 @@ class Sink:
     def memory(self) -> tuple[Tensor, bool] | None:
         """Returns where the gradient is, in the parameter's shape, and whether to add to what is there; `arrived` is
         due when that was done. None where a gradient cannot be written there now: `add` it."""
-        return (
-            None
-            if self.reducer.deferral.waiting is not None or self.reducer.is_late(self)
-            else (self._target(), self.received > 0)
-        )
+        if self.reducer.deferral.waiting is not None or self.reducer.is_late(self):
+            return None
+        return self._target(), self.received > 0
 
     def arrived(self) -> None:
         """Counts a contribution that is in memory now."""
