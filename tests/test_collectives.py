@@ -7,6 +7,7 @@ the order matters it is the order of the ranks.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -294,15 +295,18 @@ def check_links() -> None:
     me = topology.axis("pp").index
     out, back = topology.link(me, 1 - me), topology.link(1 - me, me)
     before = topology.traffic["pp"]
-    messages = [values(me, shape, torch.float32, seed=i) for i, shape in enumerate([(3,), (4, 5), (1, 2, 3), (0, 4)])]
-    sends = [collectives.send(message.t() if message.dim() == 2 else message, out) for message in messages]
-    for i, message in enumerate(messages):
-        theirs = values(1 - me, tuple(message.shape), torch.float32, seed=i)
-        theirs = theirs.t().contiguous() if theirs.dim() == 2 else theirs
-        assert torch.equal(collectives.receive(torch.empty_like(theirs), back).wait(), theirs)
-    for pending in sends:
+    mine, theirs = (
+        [values(rank, shape, torch.float32, seed=i) for i, shape in enumerate([(3,), (4, 5), (1, 2, 3), (0, 4)])]
+        for rank in (me, 1 - me)
+    )
+    mine[1], theirs[1] = mine[1].t(), theirs[1].t().contiguous()
+    sends = [collectives.send(part, out) for part in (mine[:1], mine[1:], [])]
+    for part in (theirs[:2], theirs[2:]):  # however many are received at once
+        coming = collectives.receive([torch.empty_like(message) for message in part], back)
+        assert all(torch.equal(pending.wait(), message) for pending, message in zip(coming, part, strict=True))
+    for pending in itertools.chain(*sends):
         pending.wait()
-    assert topology.traffic["pp"] - before == 4 * sum(message.numel() for message in messages)
+    assert topology.traffic["pp"] - before == 4 * sum(message.numel() for message in mine)
 
 
 def test_messages_over_links_arrive_whole_and_in_order() -> None:

@@ -33,6 +33,7 @@ from threed.pipeline.transport import Links, Transport
 from threed.planner import gathering
 from threed.schedules import Action, Kind, Plan
 from threed.schedules.action import COMPUTE, RECEIVES
+from threed.testing import RanksFailed
 from threed.topology import Topology
 
 
@@ -42,17 +43,19 @@ class Rendezvous:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
 
-    def send(self, tensor: Tensor, source: int, target: int) -> Pending:
+    def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
         link = self.topology.link(source, target)
-        dist.recv(torch.empty(1), link.peer, group=link.axis.group)
-        dist.send(tensor.contiguous(), link.peer, group=link.axis.group)
-        return done(tensor)
+        for tensor in tensors:
+            dist.recv(torch.empty(1), link.peer, group=link.axis.group)
+            dist.send(tensor.contiguous(), link.peer, group=link.axis.group)
+        return [done(tensor) for tensor in tensors]
 
-    def receive(self, out: Tensor, source: int, target: int) -> Pending:
+    def receive(self, outs: Sequence[Tensor], source: int, target: int) -> list[Pending]:
         link = self.topology.link(source, target)
-        dist.send(torch.ones(1), link.peer, group=link.axis.group)
-        dist.recv(out, link.peer, group=link.axis.group)
-        return done(out)
+        for out in outs:
+            dist.send(torch.ones(1), link.peer, group=link.axis.group)
+            dist.recv(out, link.peer, group=link.axis.group)
+        return [done(out) for out in outs]
 
 
 TRANSPORTS: dict[str, Callable[[Topology], Transport]] = {"gloo": Links, "rendezvous": Rendezvous}
@@ -294,8 +297,9 @@ def test_a_receive_just_before_its_use_deadlocks_where_sends_block() -> None:
     with pytest.raises(ValueError, match=r"deadlocks: rank 0 at SF0\.1 with rank 1; rank 1 at SB0\.0 with rank 0"):
         schedules.check_rendezvous(late_receives(schedules.lower(schedules.one_f_one_b(2, 4))))
     run_ranks(2, check_late, "gloo")
-    with pytest.raises(AssertionError, match=r"ranks still running: \[0, 1\]"):
-        run_ranks(2, check_late, "rendezvous", timeout=3)
+    with pytest.raises(RanksFailed, match=r"ranks still running: \[0, 1\]") as caught:
+        run_ranks(2, check_late, "rendezvous", timeout=5)
+    assert all("in check_late" in caught.value.stacks[rank] for rank in range(2))
 
 
 def test_a_message_to_nobody_is_refused_by_rank_and_action() -> None:

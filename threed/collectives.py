@@ -19,7 +19,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -251,16 +252,32 @@ def broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:
     return tensor
 
 
-def send(tensor: Tensor, link: Link) -> Pending:
-    """Begins to send `tensor` over the link; it must stay unchanged until waited for."""
-    tensor = tensor.contiguous()
-    link.axis.count(_nbytes(tensor))
-    return Pending(lambda: tensor, dist.isend(tensor, link.peer, group=link.axis.group))
+def send(tensors: Sequence[Tensor], link: Link) -> list[Pending]:
+    """Begins to send tensors over the link, in this order; they must stay unchanged until waited for."""
+    tensors = [tensor.contiguous() for tensor in tensors]
+    link.axis.count(sum(_nbytes(tensor) for tensor in tensors))
+    return _begin(dist.isend, tensors, link)
 
 
-def receive(out: Tensor, link: Link) -> Pending:
-    """Begins to receive into `out` [any shape, contiguous]."""
-    return Pending(lambda: out, dist.irecv(out, link.peer, group=link.axis.group))
+def receive(outs: Sequence[Tensor], link: Link) -> list[Pending]:
+    """Begins to receive into `outs` [any shapes, contiguous], in this order."""
+    return _begin(dist.irecv, outs, link)
+
+
+def _begin(message: Callable[..., dist.Work | None], tensors: Sequence[Tensor], link: Link) -> list[Pending]:
+    """Begins messages; several as one launch where the backend can, which then has one work for all of them."""
+    peer, group = link.peer, link.axis.group
+    works: Sequence[dist.Work | None]
+    if len(tensors) < 2:
+        works = [message(tensor, peer, group=group) for tensor in tensors]
+    else:
+        works = dist.batch_isend_irecv([dist.P2POp(message, tensor, peer, group) for tensor in tensors])
+    own = [[work] for work in works] if len(works) == len(tensors) else [works] * len(tensors)
+    return [Pending(partial(_same, tensor), *each) for tensor, each in zip(tensors, own, strict=True)]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def gather_to_first(flat: Tensor, axis: Axis) -> list[Tensor]:

@@ -245,8 +245,8 @@ class Executor:
             self._forms[key] = form = self._form("out", action)
             data = start_copy_in(form.to_bytes(), self.device)
             size = torch.full((1,), len(data), device=self.device)
-            self._sent.append([self.transport.send(part, self.rank, target[0]) for part in (size, data)])
-        self._sent.append([self.transport.send(part, self.rank, target[0]) for part in parts])
+            self._sent += [self.transport.send([part], self.rank, target[0]) for part in (size, data)]
+        self._sent.append(self.transport.send(parts, self.rank, target[0]))
         while len(self._sent) > 2:
             self._wait_for_oldest_send()
 
@@ -263,15 +263,16 @@ class Executor:
             self._remember("in", action, self._receive_form(source[0]))
         buffers = self._form("out" if backward else "in", action).empty(self.device, gradients=backward)
         key = (action.kind, action.microbatch, action.chunk)
-        self._arriving[key] = [self.transport.receive(out, source[0], self.rank) for out in buffers]
+        self._arriving[key] = [*self.transport.receive(buffers, source[0], self.rank)]
 
     # ---------------------------------------------------------------------------------------------------------- forms
 
     def _receive_form(self, source: int) -> Form:
         size = torch.empty(1, dtype=torch.int64, device=self.device)
-        size = self.transport.receive(size, source, self.rank).wait()
-        data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        return Form.from_bytes(self.transport.receive(data, source, self.rank).wait())
+        (coming,) = self.transport.receive([size], source, self.rank)
+        data = torch.empty(int(coming.wait()), dtype=torch.uint8, device=self.device)
+        (coming,) = self.transport.receive([data], source, self.rank)
+        return Form.from_bytes(coming.wait())
 
     def _key(self, side: str, action: Action) -> tuple[Any, ...]:
         return side, action.chunk, *self._signatures[action.microbatch]

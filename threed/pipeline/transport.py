@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -13,13 +14,13 @@ from threed.topology import Axis, Topology
 
 
 class Transport(Protocol):
-    """Sends to and receives from other pipeline ranks."""
+    """Sends to and receives from other pipeline ranks: the tensors of one message together."""
 
-    def send(self, tensor: Tensor, source: int, target: int) -> Pending:
-        """Begins to send from pipeline rank `source` (this one) to `target`; until waited for the tensor must stay."""
+    def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
+        """Begins to send from pipeline rank `source` (this one) to `target`; until waited for the tensors must stay."""
 
-    def receive(self, out: Tensor, source: int, target: int) -> Pending:
-        """Begins to receive into `out` from pipeline rank `source` at `target` (this one)."""
+    def receive(self, outs: Sequence[Tensor], source: int, target: int) -> list[Pending]:
+        """Begins to receive into `outs` from pipeline rank `source` at `target` (this one)."""
 
 
 class Links:
@@ -28,13 +29,13 @@ class Links:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
 
-    def send(self, tensor: Tensor, source: int, target: int) -> Pending:
+    def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
         """See `Transport`."""
-        return collectives.send(tensor, self.topology.link(source, target))
+        return collectives.send(tensors, self.topology.link(source, target))
 
-    def receive(self, out: Tensor, source: int, target: int) -> Pending:
+    def receive(self, outs: Sequence[Tensor], source: int, target: int) -> list[Pending]:
         """See `Transport`."""
-        return collectives.receive(out, self.topology.link(source, target))
+        return collectives.receive(outs, self.topology.link(source, target))
 
 
 def is_sliced(tensor: Tensor, axis: Axis) -> bool:
@@ -50,26 +51,29 @@ class SlicedLinks(Links):
         super().__init__(topology)
         self.axis = topology.axis("tp")
 
-    def send(self, tensor: Tensor, source: int, target: int) -> Pending:
+    def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
         """See `Transport`."""
-        return super().send(self._own(tensor) if is_sliced(tensor, self.axis) else tensor, source, target)
+        return super().send([self._part(tensor) for tensor in tensors], source, target)
 
-    def receive(self, out: Tensor, source: int, target: int) -> Pending:
+    def receive(self, outs: Sequence[Tensor], source: int, target: int) -> list[Pending]:
         """See `Transport`."""
+        coming = super().receive([self._part(out) for out in outs], source, target)
+        return [self._whole(part, out) for part, out in zip(coming, outs, strict=True)]
+
+    def _whole(self, coming: Pending, out: Tensor) -> Pending:
         if not is_sliced(out, self.axis):
-            return super().receive(out, source, target)
-        own = self._own(out)
-        coming = super().receive(own, source, target)
+            return coming
 
         def gather() -> Tensor:
-            coming.wait()
-            collectives.start_all_gather(own, self.axis, out=out.view(-1)).wait()
+            collectives.start_all_gather(coming.wait(), self.axis, out=out.view(-1)).wait()
             return out
 
         return Pending(gather)
 
-    def _own(self, tensor: Tensor) -> Tensor:
-        return tensor.reshape(-1).chunk(self.axis.size)[self.axis.index]
+    def _part(self, tensor: Tensor) -> Tensor:
+        """What is sent of a tensor."""
+        sliced = is_sliced(tensor, self.axis)
+        return tensor.reshape(-1).chunk(self.axis.size)[self.axis.index] if sliced else tensor
 
 
 def links(model: Model, topology: Topology) -> Links:

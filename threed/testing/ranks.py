@@ -8,16 +8,19 @@ arguments and results travel by pickle. A program that calls this needs its `if 
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,22 +36,25 @@ _context.set_forkserver_preload(_preloaded)
 _pipe: Connection | None = None  # to the process that started this rank
 
 
+_SAY_STACKS = signal.SIGUSR2
+
+
 class RanksFailed(AssertionError):
     """Ranks that failed, died or hung: the text has every traceback.
 
     failures: rank -> traceback, first come first. silent: ranks that were still running. notes: rank -> the last of its
     `note`s. reports: rank -> the `report` that its exception carried, if it did. died: rank -> exit code (negative: the
-    signal) of those that ended without a word.
+    signal) of those that ended without a word. stacks: rank -> where the threads of a silent one are.
     """
 
     def __init__(self, world: _World) -> None:
         self.failures, self.notes, self.reports = world.failures, world.notes, world.reports
-        self.died = world.died
-        self.silent = [rank for rank in range(len(world.pipes)) if rank not in world.results]
+        self.died, self.stacks, self.silent = world.died, world.stacks, world.silent
         lines = [f"rank {rank}: {text}" for rank, text in self.failures.items()]
         last = {rank: self.notes[rank] for rank in self.silent if rank in self.notes}
         seen = f", last seen at {last}" if last else ""
-        super().__init__("\n".join([*lines, f"ranks still running: {self.silent}{seen}"] if self.silent else lines))
+        lines += [f"ranks still running: {self.silent}{seen}"] if self.silent else []
+        super().__init__("\n".join([*lines, *(f"rank {rank}: {text}" for rank, text in self.stacks.items())]))
 
 
 @dataclass(eq=False)
@@ -62,20 +68,35 @@ class _World:
     notes: dict[int, str] = field(default_factory=dict)
     reports: dict[int, Any] = field(default_factory=dict)
     died: dict[int, int | None] = field(default_factory=dict)
+    stacks: dict[int, str] = field(default_factory=dict)
 
-    def collect(self, timeout: float) -> list[Any]:
+    @property
+    def silent(self) -> list[int]:
+        return [rank for rank in range(len(self.pipes)) if rank not in self.results]
+
+    def collect(self, timeout: float, folder: Path) -> list[Any]:
         end = time.monotonic() + timeout
         while len(self.results) < len(self.pipes):
-            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in self.results]
+            waiting = [self.pipes[rank] for rank in self.silent]
             # After the first failure the others get a moment to report theirs: the first is often not the cause.
             ready = wait(waiting, timeout=1.0 if self.failures else max(0.0, end - time.monotonic()))
             if not ready:
+                self._ask_for_stacks(folder)
                 break
             for pipe in ready:
                 self._take(self.pipes.index(pipe))  # type: ignore[arg-type]
         if len(self.results) < len(self.pipes) or self.failures:
             raise RanksFailed(self)
         return [self.results[rank] for rank in range(len(self.pipes))]
+
+    def _ask_for_stacks(self, folder: Path) -> None:
+        """Where the threads of silent ranks are, of those that say so within five seconds."""
+        for rank in self.silent:
+            os.kill(self.processes[rank].pid, _SAY_STACKS)
+        end = time.monotonic() + 5
+        while time.monotonic() < end and not all(self.stacks.get(rank) for rank in self.silent):
+            time.sleep(0.1)
+            self.stacks = {rank: path.read_text() for rank in self.silent if (path := _stacks(folder, rank)).exists()}
 
     def _take(self, rank: int) -> None:
         try:
@@ -104,17 +125,17 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float =
     Raises RanksFailed with every traceback when one fails or dies, or when they are not done after `timeout` seconds.
     """
     task = pickle.dumps((work, args))
-    state = _World()
     with tempfile.TemporaryDirectory() as folder:
+        state = _World()
         try:
             for rank in range(world):
                 mine, theirs = _context.Pipe(duplex=False)
-                target = (theirs, rank, world, f"{folder}/store", task)
+                target = (theirs, rank, world, folder, task)
                 state.processes.append(_context.Process(target=_rank, args=target, daemon=True))
                 state.processes[-1].start()
                 theirs.close()
                 state.pipes.append(mine)
-            return state.collect(timeout)
+            return state.collect(timeout, Path(folder))
         finally:
             for process in state.processes:
                 process.kill()
@@ -127,14 +148,20 @@ def note(text: str) -> None:
         _send(_pipe, "note", text)
 
 
-def _rank(pipe: Connection, rank: int, world: int, store: str, task: bytes) -> None:
+def _stacks(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.stacks"
+
+
+def _rank(pipe: Connection, rank: int, world: int, folder: str, task: bytes) -> None:
     global _pipe
     _pipe = pipe
+    said = _stacks(Path(folder), rank).open("w")
+    faulthandler.register(_SAY_STACKS, said, all_threads=True)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
     torch.set_num_threads(1)
     gc.freeze()  # a collection would read, and so copy, all that is shared with the parent: 0.2 s
     try:
-        start_from_file(store, rank, world)
+        start_from_file(f"{folder}/store", rank, world)
         work, args = pickle.loads(task)
         _send(pipe, "result", work(*args))
         collectives.barrier(Axis("world", tuple(range(world)), rank))
