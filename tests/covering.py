@@ -1,7 +1,8 @@
 """Covering sets of configurations: few and cheap cases in which every pair of settings that can meet does meet.
 
 space = Space(SETTINGS, make, cost)
-cases = space.covering(seed=0)
+cases = space.covering(seed=0)        # every pair of settings
+cases = space.touching(seed=0)        # every setting, for what other tests look at by pairs
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 Case = TypeVar("Case")
@@ -23,18 +24,21 @@ class Space(Generic[Case]):
 
     settings: what each may be. make: the case of one value each, in which what has no meaning is set to one value, so
     that duplicates are seen; None where there is no such case. A case has its settings as attributes, and is hashable.
-    cost: what a case takes, in any unit. shape: what else there is to cover, one thing a case.
+    cost: what a case takes, in any unit. shape: what else there is to cover, one thing a case. together: of how many
+    settings the values are to meet.
     """
 
     settings: Mapping[str, Sequence[object]]
     make: Callable[[Values], Case | None]
     cost: Callable[[Case], float]
     shape: Callable[[Case], object] = lambda case: None
+    together: int = 2
 
     def pairs(self, case: Case) -> set[Pair]:
         """The pairs of settings that a case covers, and its shape."""
         items = [(name, getattr(case, name)) for name in self.settings]
-        return {("shape", self.shape(case)), *((*a, *b) for a, b in itertools.combinations(items, 2))}
+        meeting = itertools.combinations(items, self.together)
+        return {("shape", self.shape(case)), *(tuple(itertools.chain(*some)) for some in meeting)}
 
     def drawn(self, draw: random.Random, fixed: Values, count: int) -> Iterator[Case]:
         """Cases at random, but for some settings; as many draws as `count`, which may come to nothing."""
@@ -54,6 +58,10 @@ class Space(Generic[Case]):
             for pair in self.pairs(case):
                 found.setdefault(pair, []).append(case)
         return found
+
+    def touching(self, seed: int) -> list[Case]:
+        """Very few cases, in which every setting has every value once, and every shape occurs."""
+        return replace(self, together=1).covering(seed)
 
     def covering(self, seed: int, count: int = 12, sample: int = 60) -> list[Case]:
         """Few and cheap cases that cover every pair that any case does: greedily, of a random sample, the one with most

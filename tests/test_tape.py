@@ -95,6 +95,12 @@ def compare(cases: Sequence[Case]) -> list[str]:
     return wrong
 
 
+def test_every_bit_is_the_same_with_every_setting() -> None:
+    compare_in_worlds(SPACE.touching(0), compare)
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(3600)
 def test_every_bit_is_the_same_in_a_covering_set() -> None:
     compare_in_worlds(SPACE.covering(0), compare)
 

@@ -283,9 +283,12 @@ def test_metrics_may_be_read_after_the_step() -> None:
 # ------------------------------------------------------------------------------------------------------- large models
 
 
+LARGE = [("llama", 0, 8), ("gpt", 513, 8), pytest.param("llama", 1023, 32, marks=pytest.mark.grid)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("arch", "rank", "microbatches"), [("llama", 0, 8), ("gpt", 513, 8), ("llama", 1023, 32)])
+@pytest.mark.parametrize(("arch", "rank", "microbatches"), LARGE)
 def test_a_rank_of_1024_trains_a_hundred_billion_parameters(arch: str, rank: int, microbatches: int) -> None:
     """Its peak is the forecast's, which takes the kernels of csrc/cuda as the step does."""
     given = Config.model_validate({
