@@ -9,10 +9,13 @@ else, so that another harness can use it as FILE.py:Class.
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +31,13 @@ from benchmarks.pipelines import PIPELINES  # noqa: E402
 from benchmarks.reference import GPTConfig  # noqa: E402
 from benchmarks.suites import MODES, SCHEDULES, Offload  # noqa: E402
 from benchmarks.trainer import complete, make_trainer, renamed  # noqa: E402
+from threed import collectives, models  # noqa: E402
 from threed.engine import Engine as Trainer  # noqa: E402
+from threed.layer_times import layer_times  # noqa: E402
+from threed.layers import Slicing  # noqa: E402
 from threed.memory.tiers import Drive  # noqa: E402
+from threed.planner.measured import stage_costs  # noqa: E402
+from threed.schedules import simulate  # noqa: E402
 from threed.topology import Topology  # noqa: E402
 
 
@@ -202,6 +210,16 @@ class PP2(ThreeD):
     """1F1B over two stages."""
 
     pp = 2
+
+    def bound_s(self) -> float:
+        """Seconds of a step if messages took no time: its plan, simulated with times of its layers that are measured
+        here on all ranks at once, and its update. Collective."""
+        blueprint, config, topology = self.trainer.blueprint, self.trainer.config, self.trainer.topology
+        model = models.build(config.model, Slicing(topology.axis("tp"), bool(config.parallel.sequence)))
+        with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, THREED_CACHE=folder):
+            times = layer_times(model, model.layers(), config, topology).times
+        update_s = max(collectives.exchange(self.update_s, topology.axis("world")))
+        return simulate(blueprint.plan, stage_costs(times, blueprint.cut.ranges)).makespan + update_s
 
 
 def _scheduled() -> dict[str, type[PP2]]:

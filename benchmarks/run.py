@@ -117,6 +117,19 @@ def speed_table(records: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def bound_table(records: list[dict[str, Any]]) -> list[str]:
+    """What pipelines would reach if messages took no time, and how much of the first engine's gap to it is closed."""
+    lines = heading("suite, ranks, engine, ZeRO stage, tokens/s, if messages took no time, gap closed")
+    for record in records:
+        first, *_ = record["results"].values()
+        for engine, r in record["results"].items():
+            if bound := r.get("bound_tokens_per_s"):
+                gap, closed = (x - first["tokens_per_s"] for x in (bound, r["tokens_per_s"]))
+                share = f"{closed / gap:.0%}" if gap > 0 else "no gap"
+                lines.append(line(record, engine, f"{r['tokens_per_s']:,.0f}", f"{bound:,.0f}", share))
+    return lines
+
+
 def update_table(records: list[dict[str, Any]]) -> list[str]:
     """What comes after the last backward, until all that it began is done; ratios to the suite's first engine."""
     lines = heading("suite, ranks, engine, ZeRO stage, update s, times faster, 95 %, step s, rounds")
@@ -153,6 +166,8 @@ def tables(records: list[dict[str, Any]]) -> str:
     lines = speed_table(together) if together else []
     if updates := [record for record in together if record.get("settle")]:
         lines += ["", *update_table(updates)]
+    if bounds := [r for r in together if any("bound_tokens_per_s" in found for found in r["results"].values())]:
+        lines += ["", *bound_table(bounds)]
     return "\n".join([*lines, "", *memory_table(alone)] if alone else lines)
 
 

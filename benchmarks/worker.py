@@ -165,10 +165,12 @@ def run_several(args: argparse.Namespace, config: reference.GPTConfig) -> dict[s
     gc.collect()
     gc.freeze()  # what idle engines hold must not slow the collections of the one that runs
     rounds = run_rounds(engines, batches[args.warmup :], args)
-    return {
-        "rounds": len(rounds),
-        "results": {name: summary(name, args, config, rounds, losses) for name in args.engines},
-    }
+    results = {name: summary(name, args, config, rounds, losses) for name in args.engines}
+    tokens = args.batch * config.seq_len
+    for name, engine in engines.items():
+        if (bound := getattr(engine, "bound_s", None)) is not None:
+            results[name]["bound_tokens_per_s"] = tokens / bound()
+    return {"rounds": len(rounds), "results": results}
 
 
 def summary(
