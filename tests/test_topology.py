@@ -204,6 +204,21 @@ def test_a_block_of_an_axis_is_its_neighbours() -> None:
     run_ranks(8, check_blocks)  # with dp 2
 
 
+def check_after_other_groups() -> None:
+    """torch names groups by how many a process has: a program's own, of some ranks only, must not make ranks wait."""
+    dist.new_group([0])
+    topology = Topology(pp=2)
+    for _ in range(2):
+        dist.new_group([3])
+    topology.prepare(["dp@other"], [(0, 1)])
+    for axis in (topology.axis("pp"), topology.axis("dp"), topology.axis("dp@other"), topology.stages((0, 1))):
+        assert members_met(axis.group, axis.size, topology.rank) == axis.ranks
+
+
+def test_a_program_may_have_groups_of_its_own() -> None:
+    run_ranks(4, check_after_other_groups, timeout=60)
+
+
 def check_ties(pp: int, tp: int, ties: list[tuple[int, ...]]) -> None:
     topology = Topology(pp=pp, tp=tp)
     topology.prepare([], ties)

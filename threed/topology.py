@@ -132,6 +132,7 @@ class Topology:
 
     def _set_up(self, grid: Grid, rank: int, groups: bool) -> None:
         self.grid, self.world, self.rank, self.on_paper = grid, grid.world, rank, not groups
+        self._even_out()
         self.sizes, self.coordinates = grid.sizes, grid.coordinates(rank)
         self.traffic: Counter[str] = Counter()
         self._ties: dict[tuple[int, ...], Axis] = {}
@@ -153,6 +154,7 @@ class Topology:
         copies of one weight; the ranks of these stages in one column of the grid become an axis. links: pairs of
         pipeline ranks that talk; neighbours are linked already.
         """
+        self._even_out()
         for name in sorted(set(blocks) - set(self._axes)):
             self._axes[name] = self._line(parse(name)[0][0], self.grid.ranks(self.rank, name))
         for stages in sorted(set(ties) - set(self._ties)):
@@ -188,6 +190,16 @@ class Topology:
     @property
     def tp(self) -> int:
         return self.sizes["tp"]
+
+    def _even_out(self) -> None:
+        """Brings all ranks to the same number of groups, whatever groups a program made before: see `_line`."""
+        if self.on_paper or self.world == 1:
+            return
+        made = len(dist.distributed_c10d._world.pg_names)
+        most = torch.tensor(made, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        for _ in range(int(most) - made):
+            dist.new_group([self.rank], use_local_synchronization=True)
 
     def _line(self, label: str, ranks: tuple[int, ...]) -> Axis:
         """The axis of `ranks`. A rank that is not among them makes a group of its own meanwhile; it is of no use.
