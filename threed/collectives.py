@@ -20,7 +20,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,9 +54,9 @@ class Pending:
         return self._result
 
 
-def done(tensor: Tensor) -> Pending:
-    """A result that needs no waiting."""
-    return Pending(lambda: tensor)
+def done(tensor: Tensor, *works: dist.Work | None) -> Pending:
+    """A result that needs no waiting but for these works."""
+    return Pending(lambda: tensor, *works)
 
 
 def split(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -267,17 +266,11 @@ def receive(outs: Sequence[Tensor], link: Link) -> list[Pending]:
 def _begin(message: Callable[..., dist.Work | None], tensors: Sequence[Tensor], link: Link) -> list[Pending]:
     """Begins messages; several as one launch where the backend can, which then has one work for all of them."""
     peer, group = link.peer, link.axis.group
-    works: Sequence[dist.Work | None]
     if len(tensors) < 2:
-        works = [message(tensor, peer, group=group) for tensor in tensors]
-    else:
-        works = dist.batch_isend_irecv([dist.P2POp(message, tensor, peer, group) for tensor in tensors])
+        return [done(tensor, message(tensor, peer, group=group)) for tensor in tensors]
+    works = dist.batch_isend_irecv([dist.P2POp(message, tensor, peer, group) for tensor in tensors])
     own = [[work] for work in works] if len(works) == len(tensors) else [works] * len(tensors)
-    return [Pending(partial(_same, tensor), *each) for tensor, each in zip(tensors, own, strict=True)]
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+    return [done(tensor, *each) for tensor, each in zip(tensors, own, strict=True)]
 
 
 def gather_to_first(flat: Tensor, axis: Axis) -> list[Tensor]:
