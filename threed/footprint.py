@@ -293,6 +293,9 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
             before = blueprint.topology.traffic["dp"]
             collectives.start_all_gather(part, group.shard)
             blueprint.topology.traffic["dp"] += (blueprint.topology.traffic["dp"] - before) * (count - 1)
+    for bucket in layout.buckets:  # after an update the pipeline ranks that share a slice complete it
+        part = torch.empty(bucket.updates, dtype=layout.policy.param_dtype, device=META)
+        collectives.start_all_gather(part, bucket.group.holders)
     return chunks
 
 
