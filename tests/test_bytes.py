@@ -4,7 +4,8 @@ The formulas (per rank, step and, where said, micro-batch; e bytes an element):
   tp   8 b s h (t-1)/t e a block (arXiv 2205.05198: the same with sequence parallelism), 2 b s h (t-1)/t e for the
        embedding and for the head, three numbers a token for cross entropy; once a step the gradients that are partial
   pp   b s h e / t a boundary and direction; once a step the sums of tied weights. Without sequence parallelism what
-       arrives is gathered over tp, b s h (t-1)/t e
+       arrives is gathered over tp, b s h (t-1)/t e. With every stage on two ranks, P/2 elements of gradients and P/2 of
+       parameters
   dp   of P parameters, padding included, and m micro-batches, in elements: 2 P (N-1)/N under ZeRO 0 and 1,
        (m + 1) P (N-1)/N under 2, 3 m P (N-1)/N under 3 (arXiv 1910.02054, section 7), less what is not gathered again:
        the last layer where forward turns to backward, the first one where backward turns to forward, the embedding in
@@ -128,8 +129,8 @@ def ring(elements: int, ranks: int) -> int:
     return 2 * padded * (ranks - 1) // ranks
 
 
-def activations(case: Case, config: Config, stage: range) -> dict[str, int]:
-    """tp and pp bytes of a step that come from activations, written out from the formulas."""
+def activations(case: Case, config: Config, stage: range, microbatches: int) -> dict[str, int]:
+    """tp and pp bytes of a step that come from a stage's activations, written out from the formulas."""
     m, t, e = config.model, case.tp, 2 if case.dtype == "bf16" else 8 if case.dtype == "fp64" else 4
     tokens, last = case.micro * m.seq, m.layers + 1
     whole = tokens * m.hidden * e
@@ -140,21 +141,26 @@ def activations(case: Case, config: Config, stage: range) -> dict[str, int]:
         tp += 3 * tokens * max(e, 4) * (t - 1) if layer == last else 0
     inner = 2 - (0 in stage) - (last in stage)
     tp += 0 if case.sequence else inner * whole * (t - 1) // t  # slices are gathered on arrival
-    return {"tp": tp * case.microbatches, "pp": inner * whole // t * case.microbatches}
+    return {"tp": tp * microbatches, "pp": inner * whole // t * microbatches}
 
 
 def gradients(engine: Engine, case: Case) -> dict[str, int]:
     """Bytes of a step's gradient sums and parameter gathers, from how this rank's parameters really lie."""
     sent = {"tp": 0, "pp": 0, "dp": 0}
     wire, width = (dtype(name or "fp32").itemsize for name in (engine.config.precision.reduce_dtype, case.dtype))
-    sums = case.passes if case.zero >= 2 else 1
+    each = case.passes // engine.blueprint.cut.ways
     for bucket in engine.layout.buckets:
         group, window = bucket.group, bucket.last - bucket.first
+        sums = each * len(group.key.chunks) if case.zero >= 2 else 1
         if group.shard.size > 1:
             n = group.shard.size
             sent["dp"] += window // n * (n - 1) * (sums * wire + times_gathered(group, engine, case) * width)
         for axis in group.sums:
-            sent[axis.label] += wire * (ring(bucket.own_last - bucket.own_first, axis.size) if axis.size > 1 else 0)
+            own = bucket.own_last - bucket.own_first
+            if axis is group.holders:  # each sums its portion, and the updated ones are gathered
+                sent[axis.label] += own // axis.size * (axis.size - 1) * (wire + width)
+            else:
+                sent[axis.label] += wire * (ring(own, axis.size) if axis.size > 1 else 0)
     return sent
 
 
@@ -179,7 +185,7 @@ def times_gathered(group: Group, engine: Engine, case: Case) -> int:
 def messages(engine: Engine, case: Case) -> dict[str, int]:
     """The step's few numbers: valid tokens over data ranks where the loss is; over all ranks the norm's square, whether
     it is finite, the loss, and whether token ids and labels were within the vocabulary."""
-    last = engine.executor.rank == case.pp - 1
+    last = engine.executor.rank in engine.blueprint.cut.ends
     n, world = case.dp, case.world  # all-reduces, of 8 bytes a number
     return {"tp": 0, "pp": 0, "dp": 2 * 8 * (n - 1) // n * last, "world": 2 * 5 * 8 * (world - 1) // world}
 
@@ -192,8 +198,9 @@ def measure(case: Case) -> Sent:
     engine.step(data(config, engine))
     counted = {k: v - before.get(k, 0) for k, v in engine.topology.traffic.items()}
     engine.optimizer.settle()
-    stage, few = engine.blueprint.chunks[0], messages(engine, case)
-    parts = activations(case, config, stage), gradients(engine, case), few
+    few, each = messages(engine, case), case.microbatches // engine.blueprint.cut.ways
+    passing = [activations(case, config, stage, each) for stage in engine.blueprint.chunks]
+    parts = *passing, gradients(engine, case), few
     exact = {label: sum(part.get(label, 0) for part in parts) for label in few}
     layout = engine.layout
     padding = sum(group.numel for group in layout.groups) - layout.parameters
@@ -226,6 +233,10 @@ CASES = {
     "dp3": Case(dp=3),
     "dp3 zero 0": Case(dp=3, zero=0),
     "dp2 bf16, small buckets": Case(dp=2, dtype="bf16", bucket_mib=0.01),
+    "pp2 both ways": Case(pp=2, microbatches=4, schedule="chimera"),
+    "pp2 dp2 both ways, zero 2, bf16": Case(
+        pp=2, dp=2, zero=2, microbatches=6, schedule="dualpipe", dtype="bf16", model=WIDE
+    ),
     "pp2 tp2": Case(pp=2, tp=2, sequence=True),
     "2x2x2": Case(pp=2, dp=2, tp=2, sequence=True),
     "2x2x2 zero 0, whole sequences": Case(pp=2, dp=2, tp=2, zero=0),

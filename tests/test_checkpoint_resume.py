@@ -28,7 +28,7 @@ RESUMED = [
         ((1, 1, 4), "llama", 1, "bf16", 64.0),
         ((1, 4, 1), "gpt", 1, "fp32", 0.02),
     ]
-]  # fmt: skip
+] + [Case(2, 2, zero=2, schedule="dualpipe", microbatches=4, dtype="bf16", dropout=0.1, layers=2)]  # fmt: skip
 
 
 def resume(folder: Path, cases: list[Case]) -> list[str]:
@@ -70,10 +70,11 @@ class Move:
 
 def move(source: tuple[int, int, int], target: tuple[int, int, int], tolerance: float, **settings: Any) -> Move:
     """A move with the same model, data and batch on both sides."""
-    zero = settings.pop("zero", (1, 1))
+    zero, schedule = settings.pop("zero", (1, 1)), settings.pop("schedule", ("1f1b", "1f1b"))
     settings = {"microbatches": -12, "layers": 3, "dtype": "fp64" if tolerance < 1e-6 else "fp32", **settings}
     cases = [
-        Case(*shape, zero=z, sequence=shape[2] > 1, **settings) for shape, z in zip((source, target), zero, strict=True)
+        Case(*shape, zero=z, schedule=name, sequence=shape[2] > 1, **settings)
+        for shape, z, name in zip((source, target), zero, schedule, strict=True)
     ]
     return Move(*cases, tolerance)
 
@@ -91,6 +92,8 @@ MOVES = [
     move((2, 1, 2), (2, 1, 1), 1e-9, model="qwen-tied"),
     move((1, 2, 2), (1, 1, 2), 1e-5, model="gpt", dropout=0.1),
     move((1, 1, 1), (2, 2, 2), 1e-9, model="llama", dropout=0.1),
+    move((2, 2, 1), (1, 2, 2), 1e-9, model="qwen-tied", microbatches=4, schedule=("chimera", "1f1b")),
+    move((1, 2, 2), (2, 2, 1), 1e-9, model="gpt", zero=(1, 3), microbatches=4, schedule=("1f1b", "dualpipe")),
 ]
 
 

@@ -48,6 +48,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"parallel": {"pp": 2}, "precision": {"dtype": "bf16"}, "model": {"dropout": 0.1}}),
     (2, {"parallel": {"pp": 2}, "model": {"vocab": 4000}}),
     (2, {"parallel": {"pp": 2}, "recompute": {"mode": "full"}}),
+    (2, {"parallel": {"pp": 2, "schedule": "chimera"}, "precision": {"dtype": "bf16"}}),
     (4, {"zero": {"stage": 0}}),
     (4, {}),
     (4, {"zero": {"shard_size": 2}}),
@@ -59,6 +60,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (4, {"parallel": {"pp": 2}}),
     (4, {"parallel": {"pp": 2}, "zero": {"stage": 3}}),
     (4, {"parallel": {"tp": 2}, "zero": {"stage": 2}}),
+    (4, {"parallel": {"pp": 2, "schedule": "dualpipe"}, "zero": {"stage": 2}}),
     (4, {"parallel": {"pp": 4}}),
     (4, {"parallel": {"pp": 4}, "model": {"arch": "llama", "tied": True}, "precision": {"dtype": "bf16"}}),
 ]

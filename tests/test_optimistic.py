@@ -43,7 +43,7 @@ WORLDS: dict[int, list[Case]] = {
         Case(pp=2, layers=2, schedule="split-1f1b", recompute="full", dropout=0.1),
         Case(pp=2, layers=2, schedule="gpipe", zero=0, model="llama", dtype="fp32"),
         Case(pp=2, layers=2, schedule="1f1b", dtype="fp16"),
-        Case(pp=2, layers=4, schedule="dualpipe", microbatches=4),
+        Case(pp=2, layers=4, schedule="dualpipe", microbatches=4, dtype="bf16"),
     ],
     4: [
         Case(pp=2, dp=2, layers=2, schedule="split-vee", model="qwen-tied", bucket_mib=0.02),
@@ -435,9 +435,9 @@ def copied(case: Case) -> int:
     return sum(copy.nbytes for copy in engine.optimizer.optimistic._copies[5:])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_forecast_knows_the_copies(dtype: str) -> None:
-    case = Case(pp=2, dp=2, layers=2, zero=3, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "schedule"), [("fp32", "1f1b"), ("bf16", "1f1b"), ("bf16", "chimera")])
+def test_the_forecast_knows_the_copies(dtype: str, schedule: str) -> None:
+    case = Case(pp=2, dp=2, layers=2, zero=3, dtype=dtype, schedule=schedule)
     config = config_of(case)
     held = [
         [rank.bytes["optimizer"] for rank in Forecast.of(with_(config, parallel={"optimistic_step": on}), 4).ranks]

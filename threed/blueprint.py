@@ -76,7 +76,7 @@ class Blueprint:
         chunks = None if wrapped else [chunk for _, chunk in held]
         if wrapped and (problems := find_problems(wrapped.module, topology.dp, config.zero.stage)):
             raise ConfigError(problems)
-        laid_out = layout.build(units, ties, topology, setup.policy(config, topology), chunks)
+        laid_out = layout.build(units, ties, topology, setup.policy(config, topology, cut.ways), chunks)
         setup.size_buffers(laid_out, config, len(setup.rule(config.optim).state_names))
         return cls(model, topology, config, layers, recomputed, plan, cut, laid_out, division)
 

@@ -293,6 +293,9 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
             before = blueprint.topology.traffic["dp"]
             collectives.start_all_gather(part, group.shard)
             blueprint.topology.traffic["dp"] += (blueprint.topology.traffic["dp"] - before) * (count - 1)
+    for bucket in layout.buckets:  # after an update the pipeline ranks that share a slice complete it
+        part = torch.empty(bucket.updates, dtype=layout.policy.param_dtype, device=META)
+        collectives.start_all_gather(part, bucket.group.holders)
     return chunks
 
 
@@ -354,7 +357,8 @@ class _Reductions:
         layout, config = blueprint.layout, blueprint.config
         reducer = Reducer(layout, setup.wire(config.precision), whole_step=blueprint.layer_major)
         self.always = reducer.rounds
-        rounds = min(blueprint.plan.microbatches, STEADY) if reducer.rounds else 1
+        self.passes = blueprint.plan.microbatches // blueprint.plan.ways  # of a chunk
+        rounds = min(self.passes, STEADY) if reducer.rounds else 1
         traffic, before = blueprint.topology.traffic, Counter(blueprint.topology.traffic)
         staged = [drive.take() for drive in layout.policy.drives]  # counted with the drives
         with Watch([*storages(layout, states), *staged]) as watch:
@@ -379,7 +383,7 @@ class _Reductions:
                 last = first
         self.left = watch.begin()
         for label in traffic if self.always else ():
-            traffic[label] += (traffic[label] - before[label]) * (blueprint.plan.microbatches - rounds)
+            traffic[label] += (traffic[label] - before[label]) * (self.passes - rounds)
         reducer.finish()
         self.end = watch.most
 

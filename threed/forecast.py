@@ -48,7 +48,7 @@ class RankForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The prediction: of the whole run, and of each rank."""
+    """The prediction: of the whole run, and of each rank. ways: ranks of the pipeline that hold every stage."""
 
     config: Config
     model: str
@@ -59,6 +59,7 @@ class Forecast:
     flops_per_token: float
     ranks: Sequence[RankForecast]
     division: Division | None = None
+    ways: int = 1
 
     @classmethod
     def of(
@@ -100,7 +101,8 @@ class Forecast:
         per_token = counted / (config.train.micro_batch * config.model.seq)
         name = type(whole.model).__name__ if own else config.model.arch
         return cls(
-            config, name, grid.sizes, whole.parameters, first.plan.microbatches, bubble, per_token, ranks, division
+            config, name, grid.sizes, whole.parameters, first.plan.microbatches, bubble, per_token, ranks, division,
+            first.plan.ways,
         )  # fmt: skip
 
     def text(self) -> str:
@@ -115,7 +117,7 @@ class Forecast:
         sent = " + ".join(f"{axis} {size / MIB:.1f}" for axis, size in sends.items() if size)
         lines = [
             f"model      {self.model}, {self.parameters / 1e6:.2f} M parameters, {c.precision.dtype}",
-            f"states     {states}",
+            f"states     {states}{_ways_text(c, self.ways)}",
             f"ranks      {grid}",
             f"a step     {train.global_batch} × {c.model.seq} tokens, {self.microbatches} micro-batches a data rank",
             f"pipeline   {c.parallel.schedule}, ideal bubble {self.bubble:.1%}",
@@ -201,7 +203,7 @@ def _divide(columns: Sequence[_Column], flops: Sequence[float], build: Callable[
             found = replace(found, notices=(*found.notices, f"times of whole layers, not of 1/{first.grid.tp} of them"))
 
     def held() -> list[LayerBytes]:
-        return fullest([held_by(c.model, c.layers, config, c.topology, device) for c in columns])
+        return fullest([held_by(c.model, c.layers, config, c.topology, device, plan.ways) for c in columns])
 
     return divided(plan, first.layers, found, flops, held, config, device)
 
@@ -218,6 +220,13 @@ def _order_text(microbatches: int) -> str:
     """What layer by layer means."""
     gathered = "parameters are gathered and gradients reduced once a pass"
     return f"each layer runs all {microbatches} micro-batches: {gathered}; all of them keep their activations"
+
+
+def _ways_text(config: Config, ways: int) -> str:
+    """What it means that several ranks hold a stage, if they do."""
+    zero = config.zero
+    shared = "share" if zero.offload_optimizer == zero.offload_params == "none" else "each keep"
+    return f"; every stage is on {ways} ranks, which {shared} its optimizer state" if ways > 1 else ""
 
 
 def _recompute_text(config: Config) -> str:

@@ -216,8 +216,9 @@ def cut_by_times(
     costs: gives FLOPs of layers, to compare with; the comparison is left out where layers cannot be traced.
     """
 
-    def held(layers: list[nn.Module]) -> list[LayerBytes]:
-        everyone = collectives.exchange(held_by(model, layers, config, topology, topology.device), topology.axis("tp"))
+    def held(plan: Plan, layers: list[nn.Module]) -> list[LayerBytes]:
+        mine = held_by(model, layers, config, topology, topology.device, plan.ways)
+        everyone = collectives.exchange(mine, topology.axis("tp"))
         return fullest([[LayerBytes(*layer) for layer in rank] for rank in everyone])
 
     def cut(plan: Plan, layers: list[nn.Module]) -> Division:
@@ -225,7 +226,7 @@ def cut_by_times(
         flops = None
         with contextlib.suppress(TraceError):
             flops = costs(layers)
-        return division(plan, layers, found, flops, lambda: held(layers), config, topology.device)
+        return division(plan, layers, found, flops, lambda: held(plan, layers), config, topology.device)
 
     return cut
 
@@ -257,12 +258,12 @@ def division(
 
 
 def held_by(
-    model: Model, layers: list[nn.Module], config: Config, topology: Topology, device: torch.device
+    model: Model, layers: list[nn.Module], config: Config, topology: Topology, device: torch.device, ways: int = 1
 ) -> list[LayerBytes]:
     """Bytes of every layer on this rank, if it held it. Raises TraceError naming a layer that cannot be traced."""
     recomputed = activation_checkpointing.recomputed_layers(config, layers)
     costs = trace(model, layers, config, topology, recomputed)
-    return layer_bytes(costs, layers, config, topology.dp, device)
+    return layer_bytes(costs, layers, config, topology.dp, device, ways)
 
 
 def fullest(ranks: Sequence[Sequence[LayerBytes]]) -> list[LayerBytes]:
@@ -271,15 +272,17 @@ def fullest(ranks: Sequence[Sequence[LayerBytes]]) -> list[LayerBytes]:
 
 
 def layer_bytes(
-    costs: Sequence[LayerCost], layers: Sequence[nn.Module], config: Config, dp: int, device: torch.device
-) -> list[LayerBytes]:
+    costs: Sequence[LayerCost], layers: Sequence[nn.Module], config: Config, dp: int, device: torch.device,
+    ways: int = 1,
+) -> list[LayerBytes]:  # fmt: skip
     """States, activations of a micro-batch, and what a layer needs beside them while it runs, on one rank.
 
-    costs: as traced. What is kept elsewhere than on the device is not counted, nor are buffers.
+    costs: as traced. ways: ranks that hold each layer, and share its optimizer states. What is kept elsewhere than on
+    the device is not counted, nor are buffers.
     """
     size = config.zero.shard_size
     shards = dp if size == "all" else int(size)
-    width, each = dtype(config.precision.dtype).itemsize, _state_bytes(config, shards, device)
+    width, each = dtype(config.precision.dtype).itemsize, _state_bytes(config, shards, device, ways)
     found, handed_on = [], False
     for cost, layer in zip(costs, layers, strict=True):
         params = list(layer.parameters())
@@ -290,11 +293,12 @@ def layer_bytes(
     return found
 
 
-def _state_bytes(config: Config, shards: int, device: torch.device) -> float:
+def _state_bytes(config: Config, shards: int, device: torch.device, ways: int) -> float:
     """Bytes of a trained parameter's states on the device."""
     zero, width = config.zero, dtype(config.precision.dtype).itemsize
     away = ("nvme", "cpu") if is_accelerator(device) else ("nvme",)
     params = 0 if zero.offload_params in away else width / (shards if zero.stage == 3 else 1)
     grads = dtype(config.precision.grad_dtype or "fp32").itemsize / (shards if zero.stage >= 2 else 1)
     optimizer = optimizer_bytes(width, len(rule(config.optim).state_names)) / (shards if zero.stage else 1)
-    return params + grads + (0 if zero.offload_optimizer in away else optimizer)
+    once = ways if zero.offload_optimizer == zero.offload_params == "none" else 1
+    return params + grads + (0 if zero.offload_optimizer in away else optimizer / once)

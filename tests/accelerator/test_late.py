@@ -231,10 +231,12 @@ FAULTS: list[tuple[Plant, Case]] = [
     (batches_share_a_page_locked_buffer, Case()),
 ]  # fmt: skip
 OVERLAP, PAIRS = "threed.pipeline.overlap:Overlap", Case(pp=2, schedule="dualpipev", layers=6, microbatches=8)
+BOTH_WAYS = Case(pp=2, schedule="chimera", layers=2)
 FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
     (Changed(OVERLAP, "pair", "current_stream(self._side.device).wait_stream(self._side)"), PAIRS),
     (Changed(OVERLAP, "pair", "self._side.wait_stream(current_stream(self._side.device))"), PAIRS),
     (Changed(OVERLAP, "backward", "main.wait_stream(self._side)"), PAIRS),
+    (Changed(GATHERER, "complete", "pending.wait()"), BOTH_WAYS),
     (collectives_are_not_waited_for, Case(dp=2, zero=3, bucket_mib=0.03)),
     (collectives_are_not_waited_for, Case(pp=2)),
     (collectives_are_not_waited_for, Case(tp=2)),
@@ -276,6 +278,7 @@ OF_RANKS = {
     "the same, layer by layer": Case(dp=2, **OFFLOADED, recompute="cpu", order="layer", microbatches=3),
     "1F1B": Case(pp=2, microbatches=4, recompute="cpu"),
     "pairs": Case(pp=2, schedule="dualpipev", layers=6, microbatches=8, recompute="half"),
+    "both ways": BOTH_WAYS,
     "parts of inputs, gathered": Case(tp=2, recompute="sliced"),
 }
 

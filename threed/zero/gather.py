@@ -1,6 +1,7 @@
 """Gathers parameters before they are used, and releases them after.
 
     publish(bucket)   begins to gather new values, after the optimizer has updated this rank's slice
+    complete()        the same for slices of which this rank updates a portion, after it has updated all of them
     start(unit)       begins to gather the parameters of a unit
     ready(unit)       waits until they are gathered
     release(unit)     frees their memory, unless another unit still needs it
@@ -84,7 +85,26 @@ class Gatherer:
     # --------------------------------------------------------------------------------------- parameters that stay whole
 
     def publish(self, bucket: Bucket) -> None:
-        """Begins to gather the other ranks' slices of a bucket, if its parameters stay whole."""
+        """Begins to gather the other ranks' slices of a bucket, if its parameters stay whole, and this rank's slice is:
+        else `complete` does it."""
+        if bucket.group.holders.size == 1:
+            self._publish(bucket)
+
+    def complete(self) -> None:
+        """Gathers the other pipeline ranks' portions of this rank's slices, then publishes these. Collective.
+
+        The order is that of groups, which ranks share, from its end: what the model begins with is needed first.
+        """
+        shared = [bucket for group in reversed(self.layout.groups) for bucket in reversed(group.buckets)]
+        begun = [(bucket, self._complete(bucket)) for bucket in shared if bucket.group.holders.size > 1]
+        for bucket, pending in begun:
+            pending.wait()
+            self._publish(bucket)
+
+    def _complete(self, bucket: Bucket) -> Pending:
+        return collectives.start_all_gather(bucket.portion.fetch().wait(), bucket.group.holders, out=bucket.own)
+
+    def _publish(self, bucket: Bucket) -> None:
         group = bucket.group
         if not group.sliced and group.shard.size > 1 and bucket.own is not None:
             window = group.params[bucket.first : bucket.last]

@@ -20,7 +20,7 @@ from threed.zero.layout import Bucket, Layout, Slot
 
 @dataclass(eq=False)
 class Gradient:
-    """A bucket's slice of the summed gradients, in its storage, and the sum of its squares."""
+    """What this rank updates of a bucket's summed gradients, in its storage, and the sum of its squares."""
 
     storage: Storage
     squares: Tensor

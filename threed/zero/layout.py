@@ -5,6 +5,8 @@
     group   a flat buffer of parameters with the same options (rate, decay) and the same axes to sum gradients over
     bucket  a window of at most `bucket-mib` on a group; it may cut parameters
     slice   the part of a bucket that this rank owns: the r-th of its shard group S
+    portion the part of a slice that this rank updates: all of it, unless other pipeline ranks have the same slice and
+            all of them share the optimizer's states (bidirectional schedules)
 
 Parameters lie in backward order, so that buckets complete one after the other while backward runs. The axes are those
 of a group, not of a parameter: so a bucket needs one collective per axis, one call of the optimizer's rule and one
@@ -17,71 +19,22 @@ own, so that one can be whole while the others are slices; small parameters stay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from threed.memory.tiers import Drive, InMemory, Storage, Tier, memory_tier
+from threed.memory.tiers import InMemory, Storage, memory_tier
 from threed.planner.cut import Tie
 from threed.sharding import Piece, ShardSpec, attach, spec_of
-from threed.topology import Axis, Topology
+from threed.topology import Axis, Topology, alone
+from threed.zero.policy import GroupOptions as GroupOptions
+from threed.zero.policy import Policy as Policy
 
-CPU = torch.device("cpu")
 ALIGN = 32  # elements: every parameter starts on a 64-byte line or better
 PIECES, SMALLEST = 8, 2**18  # a group has at least PIECES buckets, unless they had fewer than SMALLEST elements
-
-
-@dataclass(frozen=True)
-class GroupOptions:
-    """The options of a parameter group: a factor on the learning rate, and the weight decay."""
-
-    factor: float = 1.0
-    decay: float = 0.0
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How a stage's parameters are laid out.
-
-    stage: of ZeRO, 0 to 3. shard: the axis S that slices are spread over. replicas: the axis R of ranks that hold the
-    same slice. resident: parameters with fewer elements stay whole under stage 3. options: of the group of a
-    parameter. arena: gradient buffers are kept from step to step, also under stage 3.
-    params_tier: stores slices of parameters under stage 3. optimizer_tier: stores the optimizer's state and, from
-    stage 2 on, slices of gradients. By default both are on the device. With a tier, they are slices also on one rank.
-    host: where a tier's values are worked on.
-    """
-
-    stage: int
-    shard: Axis
-    replicas: Axis
-    bucket_bytes: int
-    param_dtype: torch.dtype
-    grad_dtype: torch.dtype
-    resident: int = 0
-    options: Callable[[ShardSpec], GroupOptions] = lambda spec: GroupOptions()
-    arena: bool = False
-    params_tier: Tier | None = None
-    optimizer_tier: Tier | None = None
-    host: torch.device = CPU
-
-    @property
-    def drives(self) -> set[Drive]:
-        """The drives among the tiers."""
-        return {tier for tier in (self.params_tier, self.optimizer_tier) if isinstance(tier, Drive)}
-
-    @property
-    def slices_gradients(self) -> bool:
-        """Whether gradients exist in full only bucket by bucket (stages 2 and 3)."""
-        return self.stage >= 2 and (self.shard.size > 1 or self.optimizer_tier is not None)
-
-    def slices_parameter(self, param: nn.Parameter) -> bool:
-        """Returns whether a parameter is whole only while it is used (stage 3)."""
-        spread = self.shard.size > 1 or self.params_tier is not None
-        whole = param.numel() * spec_of(param).tile[1]  # of the whole matrix, for a tile
-        return self.stage == 3 and spread and whole >= max(self.resident, 1)
 
 
 @dataclass(frozen=True)
@@ -132,7 +85,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Run:
-    """A contiguous part of a piece in a bucket slice: elements [first, last) of the piece, at `offset` of the slice."""
+    """A contiguous part of a piece in a rank's portion of a bucket: elements [first, last) of the piece, at `offset` of
+    the portion."""
 
     piece: Piece
     first: int
@@ -142,9 +96,11 @@ class Run:
 
 @dataclass(eq=False)
 class Bucket:
-    """The window [first, last) of a group's buffer; this rank owns [own_first, own_last) of it.
+    """The window [first, last) of a group's buffer; this rank owns [own_first, own_last) of it, and updates
+    [portion_first, portion_last).
 
     storage: holds this rank's slice of the parameters, in the compute dtype. grad: holds its slice of the gradients.
+    portion, portion_grad: what of these it updates; they are the same storages where that is all.
     """
 
     group: Group
@@ -152,8 +108,12 @@ class Bucket:
     last: int
     own_first: int
     own_last: int
+    portion_first: int
+    portion_last: int
     storage: Storage = field(init=False)
     grad: Storage = field(init=False)
+    portion: Storage = field(init=False)
+    portion_grad: Storage = field(init=False)
 
     @property
     def share(self) -> int:
@@ -161,18 +121,23 @@ class Bucket:
         return self.own_last - self.own_first
 
     @property
+    def updates(self) -> int:
+        """Elements of it that this rank updates."""
+        return self.portion_last - self.portion_first
+
+    @property
     def own(self) -> Tensor | None:
         """This rank's slice of the parameters, if it is in memory."""
         return self.storage.tensor if isinstance(self.storage, InMemory) else None
 
     def runs(self) -> Iterator[Run]:
-        """Yields the runs of this rank's slice, in the order of the buffer; padding belongs to none."""
+        """Yields the runs of this rank's portion of the slice, in the order of the buffer; padding belongs to none."""
         for slot in self.group.slots:
             for piece in slot.spec.pieces:
                 at = slot.first + piece.offset
-                lo, hi = max(at, self.own_first), min(at + piece.numel, self.own_last)
+                lo, hi = max(at, self.portion_first), min(at + piece.numel, self.portion_last)
                 if lo < hi:
-                    yield Run(piece, lo - at, hi - at, lo - self.own_first)
+                    yield Run(piece, lo - at, hi - at, lo - self.portion_first)
 
     def slots(self) -> list[Slot]:
         """Returns the parameters that lie in this bucket, wholly or in part."""
@@ -184,7 +149,8 @@ class Group:
     """A flat buffer of parameters [numel], in the compute dtype.
 
     shard: the axis S that slices are spread over. sums: the axes a slice's gradient is summed over after that.
-    owned: whether this rank's slice, among its replicas, is the one that counts (gradient norm, checkpoint).
+    holders: the pipeline ranks that each update a portion of the same slice; the last of `sums` if they are several.
+    owned: whether this rank's portion, among its replicas, is the one that counts (gradient norm, checkpoint).
     params: the buffer; that of a sliced group has memory only while it is gathered. grads: all gradients, in their
     dtype, where they are kept in full, else [0].
     """
@@ -194,6 +160,7 @@ class Group:
     numel: int
     shard: Axis
     sums: tuple[Axis, ...]
+    holders: Axis
     owned: bool
     params: Tensor = field(init=False)
     grads: Tensor = field(init=False)
@@ -209,6 +176,11 @@ class Group:
         """Bytes of memory that the parameters take between steps."""
         held = [self.params] if not self.sliced else [bucket.own for bucket in self.buckets]
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
+
+    @property
+    def granule(self) -> int:
+        """Elements that every bucket has a multiple of, so that all portions are aligned."""
+        return self.shard.size * self.holders.size * ALIGN
 
     def view(self, slot: Slot, buffer: Tensor) -> Tensor:
         """Returns the parameter's part of a flat buffer, in its shape."""
@@ -320,21 +292,24 @@ def _backward_order(slots: list[Slot], tied: Mapping[str, Tie]) -> list[Slot]:
 
 
 def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy) -> Group:
-    shard, copies = policy.shard, [policy.replicas]
+    copies, holders = [policy.replicas], alone("pp")
     sums = [policy.replicas, *([topology.axis(key.partial)] if key.partial else [])]
     copies += [topology.axis(key.replicated)] if key.replicated else []
     if key.tied:
         same = topology.stages(key.tied)
         sums.append(same)
-        copies.append(same)
+        if policy.states_once and key.trainable:
+            holders = same
+        else:
+            copies.append(same)
     end = 0
     for slot in slots:
         slot.first, slot.last = end, end + slot.param.numel()
         end += -(-slot.param.numel() // ALIGN) * ALIGN
-    granule = shard.size * ALIGN
     owned = all(axis.index == 0 for axis in copies)
-    sums = [axis for axis in sums if axis.size > 1]
-    return Group(key, slots, max(granule, -(-end // granule) * granule), shard, tuple(sums), owned)
+    group = Group(key, slots, end, policy.shard, tuple(axis for axis in sums if axis.size > 1), holders, owned)
+    group.numel = max(1, -(-end // group.granule)) * group.granule
+    return group
 
 
 def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
@@ -353,18 +328,28 @@ def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
         own = slice(bucket.own_first, bucket.own_last)
         bucket.storage = params(bucket.share, policy.param_dtype) if group.sliced else InMemory(group.params[own])
         bucket.grad = optimizer(bucket.share, policy.grad_dtype) if slices else InMemory(group.grads[own])
+        bucket.portion, bucket.portion_grad = _portion(bucket, bucket.storage), _portion(bucket, bucket.grad)
+
+
+def _portion(bucket: Bucket, storage: Storage) -> Storage:
+    """What this rank updates of a storage of its slice."""
+    if bucket.updates == bucket.share:
+        return storage
+    first = bucket.portion_first - bucket.own_first
+    return InMemory(storage.fetch().wait()[first : first + bucket.updates])
 
 
 def _windows(group: Group, elements: int) -> Iterator[Bucket]:
-    granule = group.shard.size * ALIGN
+    granule, shard, holders = group.granule, group.shard, group.holders
     if group.key.units is None:  # a unit's groups are small already
         elements = min(elements, max(group.numel // PIECES, SMALLEST))
     step = max(granule, elements // granule * granule)
     for first in range(0, group.numel, step):
         last = min(first + step, group.numel)
-        share = (last - first) // group.shard.size
-        own = first + group.shard.index * share
-        yield Bucket(group, first, last, own, own + share)
+        share = (last - first) // shard.size
+        own, part = first + shard.index * share, share // holders.size
+        mine = own + holders.index * part
+        yield Bucket(group, first, last, own, own + share, mine, mine + part)
 
 
 def _completion_order(groups: list[Group]) -> list[Bucket]:

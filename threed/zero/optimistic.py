@@ -172,9 +172,9 @@ class Optimistic:
 
 def copied_bytes(states: Sequence[State]) -> int:
     """The bytes of the copies of what an update changes, counters aside."""
-    return sum(state.bucket.share * storage.dtype.itemsize for state in states for storage in _storages(state))
+    return sum(state.bucket.updates * storage.dtype.itemsize for state in states for storage in _storages(state))
 
 
 def _storages(state: State) -> tuple[Storage, ...]:
     """What of a bucket an update changes: its state, and its parameters where they are narrower."""
-    return (*state.storages.values(), *(() if state.shared else (state.bucket.storage,)))
+    return (*state.storages.values(), *(() if state.shared else (state.bucket.portion,)))

@@ -144,6 +144,8 @@ class Optimizer:
                 except BaseException:
                     drop_all(buffers)
                     raise
+            if publish:
+                self.gatherer.complete()
 
     def _update(
         self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, publish: bool, keep: bool
@@ -153,7 +155,7 @@ class Optimizer:
         if options.factor != 1.0:
             now = StepScalars(now.lr * options.factor, now.step, now.scale, now.skip)
         gradient, weight, *moments = (buffers[part].wait() for part in (GRADIENT, *state.storages))
-        storage = state.bucket.storage
+        storage = state.bucket.portion
         beside = publish and not state.shared and storage.device == weight.device
         if beside:
             buffers[PARAMETER] = storage.empty()
@@ -185,8 +187,9 @@ class Optimizer:
     def _publish(self, state: State, weight: Tensor) -> None:
         """Copies a bucket's weights to the parameters, and begins to gather those that stay whole."""
         if not state.shared:
-            parameter = state.bucket.storage.empty()
-            stay = isinstance(state.weight, InMemory) and isinstance(state.bucket.storage, InMemory)
+            params = state.bucket.portion
+            parameter = params.empty()
+            stay = isinstance(state.weight, InMemory) and isinstance(params, InMemory)
             parameter.values.copy_(weight, non_blocking=stay)  # else one of the buffers is reused, or written, at once
             parameter.store()
         self.gatherer.publish(state.bucket)

@@ -1,7 +1,7 @@
 """The optimizer's state as boxes of global tensors: for initialisation, saving, loading and collecting.
 
-Every bucket slice is a series of runs, every run a few boxes of one global tensor. A record says where one box of one
-part (the weight, or a tensor of the optimizer's rule) lies; `read` yields the values, bucket by bucket.
+What a rank updates of a bucket is a series of runs, every run a few boxes of one global tensor. A record says where one
+box of one part (the weight, or a tensor of the optimizer's rule) lies; `read` yields the values, bucket by bucket.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from threed.zero.state import State, drop_all, fetched_in_turn
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A box of the part `part` of a global tensor, at `offset` of a bucket slice.
+    """A box of the part `part` of a global tensor, at `offset` of a state's tensor.
 
     owned: whether this rank's copy is the one that counts, if several ranks hold one.
     """
@@ -45,7 +45,7 @@ class Record:
         return self.box.numel * self.dtype.itemsize
 
     def of(self, slice_: Tensor) -> Tensor:
-        """Returns the box [*box.size], as a view of the bucket slice [n]."""
+        """Returns the box [*box.size], as a view of the state's tensor [n]."""
         return slice_[self.offset : self.offset + self.box.numel].view(self.box.size)
 
 
@@ -93,4 +93,5 @@ def fill(
             with optimizer.held(state, wanted, write=True) as held:
                 for record in _records_of(state, parts):
                     record.of(held[record.part]).copy_(source(record.part, record.piece, record.box))
+        optimizer.gatherer.complete()
         optimizer.gatherer.settle()

@@ -277,7 +277,7 @@ class Reducer:
                 self._flush(queue)
 
     def finish(self) -> list[Gradient]:
-        """Ends the step: returns each bucket's slice of the summed gradients, in bucket order."""
+        """Ends the step: returns what this rank updates of the summed gradients, bucket by bucket."""
         self.all_passes_ended()
         self._complete_all()
         if self.layout.slices_parameters:
@@ -294,23 +294,31 @@ class Reducer:
         return self._sum_rest()
 
     def _sum_rest(self) -> list[Gradient]:
-        """Sums each bucket's slice over the remaining axes, and returns the slices. The order is that of groups,
-        the same on all ranks that share one; in the order of completion stages could deadlock."""
+        """Sums each bucket's slice over the remaining axes, and returns what this rank updates of it. The order is that
+        of groups, the same on all ranks that share one; in the order of completion stages could deadlock."""
         for bucket in (bucket for group in self.layout.groups if group.key.trainable for bucket in group.buckets):
             if axes := later_sums(bucket):
                 self._limit_in_flight(bucket)
-                staged = bucket.grad.fetch()
-                pending = self._sum_over(start_copy_in(staged.wait(), bucket.group.params.device), axes)
+                staged = bucket.portion_grad.fetch()
+                pending = self._sum_portion(bucket, staged.wait(), axes)
                 self._in_flight.append(InFlight(bucket, None, pending, staged, add=False, complete=True))
         self._complete_all()
         return [self._gradient(bucket) for bucket in self.layout.buckets]
 
+    def _sum_portion(self, bucket: Bucket, portion: Tensor, axes: tuple[Axis, ...]) -> Pending:
+        """Begins to sum what this rank updates of a bucket over the axes."""
+        holders = bucket.group.holders
+        if holders.size == 1:
+            return self._sum_over(start_copy_in(portion, bucket.group.params.device), axes)
+        whole = self._sum_over(bucket.grad.fetch().wait(), axes[:-1]).wait()
+        return collectives.start_reduce_scatter(whole, holders, wire=self.wire, into=portion)
+
     def _gradient(self, bucket: Bucket) -> Gradient:
         if bucket not in self._squares:  # the step had fewer micro-batches than announced
-            staged = bucket.grad.fetch()
+            staged = bucket.portion_grad.fetch()
             self._squares[bucket] = squares(staged.wait())
             staged.drop()
-        return Gradient(bucket.grad, self._squares[bucket])
+        return Gradient(bucket.portion_grad, self._squares[bucket])
 
     def _sum_over(self, tensor: Tensor, axes: tuple[Axis, ...]) -> Pending:
         for axis in axes[:-1]:

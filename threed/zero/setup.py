@@ -52,8 +52,8 @@ def check_tile(wanted: int, tile: int, wrapped: bool) -> None:
         raise ConfigError([f"--zero.tile {wanted}: this model is cut into {tile}; {fix}"])
 
 
-def policy(config: Config, topology: Topology) -> Policy:
-    """Returns how parameters are laid out."""
+def policy(config: Config, topology: Topology, ways: int = 1) -> Policy:
+    """Returns how parameters are laid out. ways: 2 where two pipeline ranks hold every stage."""
     alone = Axis("dp", (topology.rank,), 0, None, topology.traffic)
     shard, replicas, _ = (topology.axis(name) if name else alone for name in shard_axes(config, topology))
     host = topology.device if topology.on_paper else torch.device("cpu")
@@ -63,6 +63,7 @@ def policy(config: Config, topology: Topology) -> Policy:
         param_dtype=dtype(config.precision.dtype), grad_dtype=dtype(config.precision.grad_dtype or "fp32"),
         resident=config.zero.resident, options=group_options(config.optim), arena=config.recompute.arena,
         params_tier=params, optimizer_tier=optimizer, host=host,
+        states_once=ways > 1 and params is None and optimizer is None,
     )  # fmt: skip
 
 

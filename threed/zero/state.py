@@ -1,4 +1,4 @@
-"""The optimizer's state of each bucket slice: where it is stored, and how it is read and written.
+"""The optimizer's state of what a rank updates of each bucket: where it is stored, and how it is read and written.
 
     state = new_state(bucket, parts, policy, delayed)
     for state, buffers in fetched_in_turn((state, state.fetch(parts)) for state in states):    reads ahead by one
@@ -27,9 +27,10 @@ GRADIENT, PARAMETER = "gradient", "parameter"  # what an update stages besides a
 
 @dataclass(eq=False)
 class State:
-    """The optimizer's state of a bucket slice [n]: the weights it updates, and the tensors of its rule (its moments).
+    """The optimizer's state of a portion [n] of a bucket: the weights it updates, and the tensors of its rule (its
+    moments).
 
-    The weights are the parameter slice itself unless parameters are narrower than fp32, or frozen, or the optimizer
+    The weights are the parameters themselves unless parameters are narrower than fp32, or frozen, or the optimizer
     works on another device. kept: buffers that the last update left for the next one.
     """
 
@@ -44,8 +45,8 @@ class State:
 
     @property
     def shared(self) -> bool:
-        """Whether the weights are the parameter slice itself."""
-        return self.weight is self.bucket.storage
+        """Whether the weights are the parameters themselves."""
+        return self.weight is self.bucket.portion
 
     @property
     def may_keep(self) -> list[str]:
@@ -53,7 +54,7 @@ class State:
         return [
             p
             for p, storage in self.storages.items()
-            if isinstance(storage, OnDrive) and storage is not self.bucket.storage
+            if isinstance(storage, OnDrive) and storage is not self.bucket.portion
         ]
 
     def fetch(self, parts: Iterable[str]) -> dict[str, StagedBuffer]:
@@ -122,11 +123,12 @@ def new_state(bucket: Bucket, parts: tuple[str, ...], policy: Policy, delayed: b
     unless parameters are narrower than fp32, or in use while the weights are updated."""
     device = bucket.group.params.device
     tier = policy.optimizer_tier or memory_tier(device)
-    full_precision = bucket.storage.dtype in (torch.float32, torch.float64)
-    same_device = bucket.storage.device == (policy.host if policy.optimizer_tier else device)
-    dtype = bucket.storage.dtype if full_precision else torch.float32
-    weight = bucket.storage if full_precision and same_device and not delayed else tier(bucket.share, dtype)
-    return State(bucket, {WEIGHT: weight, **{part: tier(bucket.share, dtype) for part in parts}})
+    params, n = bucket.portion, bucket.updates
+    full_precision = params.dtype in (torch.float32, torch.float64)
+    same_device = params.device == (policy.host if policy.optimizer_tier else device)
+    dtype = params.dtype if full_precision else torch.float32
+    weight = params if full_precision and same_device and not delayed else tier(n, dtype)
+    return State(bucket, {WEIGHT: weight, **{part: tier(n, dtype) for part in parts}})
 
 
 def most_kept(states: Sequence[State], policy: Policy) -> int:
