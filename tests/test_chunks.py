@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.configs import Case
@@ -51,6 +53,10 @@ def cases() -> list[Case]:
     return found
 
 
+IDLE = f"{Path(__file__).parent}/data/schedules/idle_way.py:idle_way"
+
+
 def test_chunks_and_split_backwards_equal_one_process() -> None:
-    """Also where the model begins and ends on rank 0, whose tied table is one tensor there."""
-    run_all(cases())
+    """Also where the model begins and ends on rank 0, whose tied table is one tensor there; and where no micro-batch
+    comes to a chunk, whose gradients are summed after every micro-batch."""
+    run_all([*cases(), *(Case(2, 2, schedule=IDLE, zero=zero, layers=4, microbatches=2) for zero in (2, 3))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from threed.monitor import metrics
 from threed.schedules import Plan, build, from_csv, lower, names_file, own_chunks, read_csv, validate
 
 MINE = '''
-from threed.schedules import Action, Kind, Plan, forward_only, gpipe, schedule
+from threed.schedules import Action, Kind, Plan, forward_only, gpipe, lower, schedule
 
 
 @schedule("rounds", chunks=2)
@@ -75,8 +76,40 @@ def short(stages):
     pass
 
 
+def texts(stages, microbatches):
+    return Plan("texts", stages, microbatches, 1, ((Action("F", 0), Action("B", 0)),) * stages)
+
+
+def floats(stages, microbatches):
+    return Plan("floats", stages, microbatches, 1, ((Action(Kind.F, 0.0), Action(Kind.B, 0)),) * stages)
+
+
+def pairs(stages, microbatches):
+    return Plan("pairs", stages, microbatches, 1, ((Action(Kind.FB, 1, 0, ("B", 0, 0)),),) * stages)
+
+
+def halves(stages, microbatches):
+    return Plan("halves", stages, microbatches / 2, 1, gpipe(stages, microbatches).ranks)
+
+
+def sends(stages, microbatches):
+    return lower(gpipe(stages, microbatches))
+
+
+def lists(stages, microbatches):
+    plan = two_rounds(stages, microbatches)
+    placement = [[plan.stage_of(rank, chunk) for chunk in (0, 1)] for rank in range(stages)]
+    return Plan("lists", stages, microbatches, 2, [list(actions) for actions in plan.ranks], placement)
+
+
 class Holder:
-    pass
+    __hash__ = None
+
+    def __call__(self, stages, microbatches):
+        return lists(stages, microbatches)
+
+
+held = Holder()
 '''
 
 BY_RANK = """
@@ -104,6 +137,10 @@ def test_a_function_is_found_by_its_name_or_that_of_its_schedule(mine: str) -> N
         assert build(f"{mine}:{name}", 2, 3).total_stages == 4
         assert build(f"{mine}:{name}", 2, 3, chunks=2).name == "rounds"
         validate(lower(build(f"{mine}:{name}", 3, 4)))
+    for name in ("lists", "held"):  # of lists, from something that cannot be hashed: a run does hash it
+        plan = build(f"{mine}:{name}", 2, 3)
+        assert hash(plan) is not None
+        assert plan.ranks == build(f"{mine}:rounds", 2, 3).ranks
     assert build("rounds", 2, 3) is not None  # the file is imported, so its schedule has its name
     assert own_chunks(f"{mine}:rounds") == 2
     assert own_chunks(f"{mine}:unnamed") is None  # its plan says it
@@ -112,7 +149,12 @@ def test_a_function_is_found_by_its_name_or_that_of_its_schedule(mine: str) -> N
 
 WRONG_FUNCTIONS = (
     ("nothing", None, r"mine\.py:nothing\(2, 4\): it gives None, not a threed\.schedules\.Plan"),
-    ("words", None, r"words\(2, 4\): rank 0: 'F0\.0' is no Action"),
+    ("words", None, r"words\(2, 4\): plan words: rank 0: 'F0\.0' is no Action"),
+    ("texts", None, r"texts\(2, 4\): plan texts: rank 0: \('F', 0, 0, None\) is no Action; .* Action\.parse"),
+    ("floats", None, r"plan floats: rank 0: \(<Kind\.F: 'F'>, 0\.0, 0, None\) is no Action; .* whole numbers"),
+    ("pairs", None, r"plan pairs: rank 0: .* \('B', 0, 0\)\) is no Action"),
+    ("halves", None, r"plan halves: stages, micro-batches and chunks must be whole numbers of at least 1"),
+    ("sends", None, r"plan gpipe: rank 0: SF0\.0: give compute actions only"),
     ("fails", None, r"fails\(2, 4\): ZeroDivisionError at line \d+ of mine\.py: "),
     ("of_any", None, r"of_any\(stages, microbatches, chunks\): it needs a number of chunks"),
     ("of_any", 2, r"of_any: a plan of 1 chunks, not 2"),
@@ -127,7 +169,7 @@ WRONG_FUNCTIONS = (
     (
         "Holder",
         None,
-        r"there is no function 'Holder' in it; its functions are fails, incomplete, .*, rounds, short",
+        r"there is no function 'Holder' in it; its functions are fails, floats, .*, rounds, sends, short",
     ),
     ("gone", None, r"there is no function 'gone' in it; its functions are fails"),
     ("", None, r"write .*mine\.py:FUNCTION; its functions are fails"),
@@ -178,6 +220,10 @@ WRONG_TEXTS = (
     ("0F0,(0F1;0W0)OVERLAP_F_B", "row 1, cell 2: .*no action of torch"),
     ("0F0,(0F1)OVERLAP_F_B", "row 1, cell 2: .*no action of torch"),
     ("0" * 9000, "row 1, cell 1: .*no action of torch"),
+    ('"' + "0F0," * 50_000, "not CSV: field larger than field limit"),
+    ("0F0,-1B0", "row 1, cell 2: '-1B0': no action of torch"),
+    ("0F0;0B0", "row 1, cell 1: '0F0;0B0': no action of torch"),
+    ("rank,action\n0F0,0B0", "row 1, cell 1: 'rank': no action of torch"),
     ("9" * 9000 + "F0", "row 1, cell 1: .*no action of torch"),
     ("0F0,0B0\n1F0,1B0,0F1", "row 2, cell 3: '0F1': stage 0 is that of row 1 already"),
     ("0F0,0B0\n1F0,0RECV_F0,1B0", "row 2, cell 2: '0RECV_F0': this row computes nothing of stage 0"),
@@ -216,10 +262,16 @@ def test_a_csv_text_may_have_spaces_empty_cells_communication_and_pairs() -> Non
 def test_a_csv_file_is_read_or_it_is_said_why_not(tmp_path: Path) -> None:
     (tmp_path / "folder.csv").mkdir()
     (tmp_path / "bytes.csv").write_bytes(bytes(range(256)))
-    for name, message in (("gone", "No such file"), ("folder", "Is a directory"), ("bytes", "not text")):
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "zero.csv").symlink_to("/dev/zero")
+    for name, message in (
+        ("gone", "No such file"), ("folder", "Is a directory"), ("bytes", "not text"), ("pipe", "it is no file, but a"),
+        ("zero", "it is no file, but a pipe or a device"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=rf"{name}\.csv: {message}"):
             read_csv(f"{tmp_path}/{name}.csv")
-    (tmp_path / "plan.csv").write_text("\ufeff" + schedules.to_csv(build("1f1b", 2, 3)))  # as spreadsheets write
+    text = schedules.to_csv(build("1f1b", 2, 3)).replace("\n", "\r\n")
+    (tmp_path / "plan.csv").write_text("\ufeff" + text, newline="")  # as spreadsheets write
     assert build(f"{tmp_path}/plan.csv", 2, 3).ranks == build("1f1b", 2, 3).ranks
     with pytest.raises(
         ValueError, match=r"plan\.csv: a plan for 2 stages and 3 micro-batches, and needed is .* 4 and 3"
@@ -246,6 +298,9 @@ def test_the_tool_takes_files_and_writes_csv(
         (["rounds.csv", "--stages", "3"], "needed is one for 3 and 4"),
         (["1f1b", "--stages", "3"], "give --stages and --microbatches"),
         (["mine.py:fails", *sizes], "ZeroDivisionError"),
+        (["ZBH1", *sizes], "did you mean 'zb-h1'?"),
+        (["1f1b", *sizes, "--send", "nan"], "send is nan; times are finite and not negative"),
+        (["1f1b", *sizes, "--forward", "inf", "--json"], "forward is inf; times are finite"),
     ):
         assert main(["schedule", *words]) == 2
         assert message in capsys.readouterr().err

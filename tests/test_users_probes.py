@@ -18,6 +18,7 @@ from tests.test_users_models import TOLERANCE
 from tests.users_cases import STEPS, Case, batch, engine_of
 from tests.users_layers import STD, WORD, whole
 from tests.users_models import Decoder
+from tests.users_torch import TorchModules
 from tests.users_truths import Batch
 from threed import collectives, layers
 from threed.layers import MicroBatch, Slicing
@@ -114,6 +115,15 @@ class NotMarked(Plain):
         return found
 
 
+class Hooked(Plain):
+    """A weight with a hook on its gradient."""
+
+    def layers(self) -> list[nn.Module]:
+        found = super().layers()
+        next(found[2].parameters()).register_hook(lambda gradient: gradient / 2)
+        return found
+
+
 REFUSED: dict[str, tuple[type[Decoder], Case, list[str]]] = {
     "other std": (OtherStd, Case("albert", pp=2), [WORD, "initial values"]),
     "other decay": (OtherDecay, Case("albert", pp=2), [WORD, "decay"]),
@@ -125,6 +135,7 @@ REFUSED: dict[str, tuple[type[Decoder], Case, list[str]]] = {
     "forgotten axis": (ForgottenAxis, Case("albert", tp=2), ["Slicing", "topology.axis('tp')"]),
     "forgotten in a layer": (HalfForgotten, Case("albert", tp=2), ["blocks.0.mlp.up.weight", "tensor ranks"]),
     "not marked as replicated": (NotMarked, Case("albert", tp=2), ["blocks.extra", "replicated"]),
+    "hook on a gradient": (Hooked, Case("albert", pp=2), ["blocks.1", "parameter", "has a hook on its gradient"]),
 }
 
 
@@ -301,6 +312,14 @@ AGREES: dict[str, tuple[type[Decoder], Batches, list[Case]]] = {
     "a batch without labels": (
         Autoencoder, without_labels,
         [Case("vision", pp=2, microbatches=3), Case("vision", dp=2, tp=2, zero=3), Case("vision", tp=2, sequence=True)],
+    ),
+    "modules of torch's own": (
+        TorchModules, usual,
+        [
+            Case("albert", pp=2, microbatches=3, schedule="zb-h1"),
+            Case("albert", pp=2, microbatches=6, schedule="dualpipe", recompute="full"),
+            Case("albert", pp=2, dp=2, zero=3, microbatches=3, schedule="zb-v"),
+        ],
     ),
     "lengths that change": (
         Plain, of_changing_length,

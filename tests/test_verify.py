@@ -71,6 +71,13 @@ def test_the_models_without_a_fault_are_the_same() -> None:
     assert report.refused == []
 
 
+def test_schedules_are_compared_with_whole_backwards_in_model_order() -> None:
+    """Also one that a single process cannot have, and a cut that is for two."""
+    for parallel in ({"schedule": "chimera", "partition": (1, 4)}, {"schedule": "zb-v", "optimistic_step": True}):
+        report = same_everywhere(Model, None, ["pp2"], config=Config.model_validate({**DEFAULTS, "parallel": parallel}))
+        assert report.same, report
+
+
 def test_the_example_is_the_same_on_the_command_line() -> None:
     """As a user runs it: a process of its own, which prints nothing but the report."""
     line = [sys.executable, "-m", "threed", "verify", f"{EXAMPLE}:ParallelModel", "--json", "--model.layers", "2"]

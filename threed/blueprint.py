@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from torch import nn
 
@@ -60,7 +61,7 @@ class Blueprint:
         set_loss_chunks(layers, config)
         recomputed = recomputed_layers(config, layers)
         plan = step_plan(config, topology.dp)
-        if schedules.names_file(p.schedule) and not topology.on_paper:
+        if p.schedule not in get_args(schedules.ScheduleName) and not topology.on_paper:
             agreement.check_plan(plan, topology.axis("world"))
         again = recomputed if r.mode == "full" else ()
         division = divide(plan, layers) if p.partition == "measured" and p.pp > 1 else None

@@ -196,12 +196,12 @@ class Buffers:
             several = "on the two ranks that hold the layer; take a schedule that holds each layer once (1f1b, zb-v)"
             alike = "in several layers of that name; give each layer a name of its own"
             raise ValueError(
-                f"{', '.join(shared)}: changes in training, {several if self._twice else alike}, or register the buffer"
+                f"{_listed(shared)}: changes in training, {several if self._twice else alike}, or register the buffer"
                 " with persistent=False"
             )
         if again := sorted(found & self._again):
             raise ValueError(
-                f"{', '.join(again)}: changes in the forward of a layer that is recomputed, which changes it twice; set"
+                f"{_listed(again)}: changes in the forward of a layer that is recomputed, which changes it twice; set"
                 " the layer's `recomputable = False`, or --recompute.mode none"
             )
 
@@ -280,6 +280,10 @@ class Buffers:
                 name: of_bytes(part, dtype, shape) for (name, dtype, shape, _), part in zip(stage, parts, strict=True)
             }
         return out
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _version(value: Tensor) -> int:

@@ -240,19 +240,42 @@ def _check_layers(config: Config) -> Iterator[str]:
     if not isinstance(counts, tuple):
         return
     given = f"--parallel.partition {_as_written(counts)}"
-    if len(counts) != pp:
-        yield f"{given} is for {len(counts)} stages: give {pp} numbers, one for each of --parallel.pp {pp}"
-    elif sum(counts) != layers + 2:
+    if sum(counts) != layers + 2:
         yield f"{given} makes {sum(counts)} layers: {layers + 2} are needed (embedding, {layers} blocks, head)"
 
 
 def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
-    """Whether a schedule's file has a plan for the stages and micro-batches of this run."""
+    """Whether the schedule has a plan for the stages and micro-batches of this run, and the model layers for it."""
     name, p, train = config.parallel.schedule, config.parallel, config.train
-    if not schedules.names_file(name):
-        return
     whole = dp is not None and train.global_batch % (train.micro_batch * dp) == 0
     count = count_microbatches(config, dp) if whole and dp else None  # a batch that cannot be cut is said elsewhere
+    if schedules.names_file(name):
+        yield from _check_file(config, count)
+    elif name in schedules.available():
+        chunks = p.chunks if schedules.chunks_are_free(name) else None  # another number is refused by name
+        try:
+            plan = schedules.build(name, p.pp, count or 2 * p.pp, chunks)
+        except ValueError as error:
+            yield f"--parallel.{error}"
+        else:
+            yield from _check_stages(config, plan.total_stages)
+
+
+def _check_stages(config: Config, stages: int) -> Iterator[str]:
+    """Whether the layers are enough for the stages of a plan, and an explicit partition has a number for each."""
+    p, layers = config.parallel, config.model.layers
+    several = f" × {stages // p.pp} chunks of --parallel.schedule {p.schedule}" if stages != p.pp else ""
+    if layers >= p.pp and layers + 2 < stages:  # fewer are refused already
+        given = f"--model.layers {layers}, with embedding and head {layers + 2}, for the {stages} stages"
+        yield f"{given} of --parallel.pp {p.pp}{several}: use --model.layers {stages - 2} or more, or another schedule"
+    if isinstance(p.partition, tuple) and len(p.partition) != stages:
+        given = f"--parallel.partition {_as_written(p.partition)} is for {len(p.partition)} stages"
+        yield f"{given}: give {stages} numbers, one for each of --parallel.pp {p.pp}{several}"
+
+
+def _check_file(config: Config, count: int | None) -> Iterator[str]:
+    """The same of a schedule's file; count: micro-batches, where they are known."""
+    name, p = config.parallel.schedule, config.parallel
     try:
         schedules.check_name(name)
         fixed = schedules.read_csv(name) if name.endswith(".csv") else None
@@ -263,7 +286,7 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
             )
             yield f"--parallel.schedule {given}, and this run has {p.pp} and {count or 'another number'}: use {fix}"
         elif count is not None:
-            schedules.build(name, p.pp, count, p.chunks)
+            yield from _check_stages(config, schedules.build(name, p.pp, count, p.chunks).total_stages)
     except ValueError as error:
         yield f"--parallel.schedule {error}"
 

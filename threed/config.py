@@ -24,6 +24,7 @@ from threed.values import (
     Betas,
     Count,
     LossScale,
+    MemorySize,
     Natural,
     NonNegative,
     Optimizer,
@@ -91,7 +92,7 @@ class ParallelConfig(_Group):
         "balanced",
         description="layers of each stage: equal cost, equal count, measured, or counts (embedding and head count)",
     )
-    memory_limit_gib: Positive | None = Field(
+    memory_limit_gib: MemorySize | None = Field(
         None, description="most that a rank's layers may hold where measured times cut; none: a GPU's memory"
     )
     optimistic_step: AutoSwitch = Field(
@@ -105,7 +106,7 @@ class ZeroConfig(_Group):
     """What of the model's state each data-parallel rank keeps only a slice of, and where the slices live."""
 
     stage: ZeroStage = Field(1, description="slice nothing (0), optimizer states (1), gradients (2), parameters (3)")
-    bucket_mib: Positive = Field(64.0, description="MiB of gradients reduced together")
+    bucket_mib: MemorySize = Field(64.0, description="MiB of gradients reduced together")
     shard_size: ShardSize = Field("all", description="data-parallel ranks that share one set of slices")
     offload_optimizer: Place = Field("none", description="where optimizer states live when not on the device")
     offload_params: Place = Field("none", description="where parameter slices live when not on the device")

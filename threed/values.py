@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
@@ -34,7 +33,10 @@ def _boolean(value: object) -> object:
 
 
 def _auto_or_boolean(value: object) -> object:
-    return value if value == "auto" else _boolean(value)
+    try:
+        return value if value == "auto" else _boolean(value)
+    except ValueError:
+        raise ValueError("must be auto, true or false") from None
 
 
 def _word_or(word: str, number: type[int] | type[float]) -> BeforeValidator:
@@ -85,8 +87,8 @@ def _schedule(value: object) -> object:
     if isinstance(value, str) and (value in names or schedules.names_file(value)):
         return value
     listed = ", ".join(get_args(schedules.ScheduleName))
-    close = get_close_matches(str(value), names, 1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
+    close = schedules.closest(str(value))
+    hint = f" (did you mean {close}?)" if close else ""
     raise ValueError(f"must be {listed}, FILE.py:FUNCTION or FILE.csv{hint}")
 
 
@@ -110,6 +112,7 @@ def _operations(value: object) -> object:
 Count = Annotated[int, Field(ge=1), BeforeValidator(_number), Takes("N")]
 Natural = Annotated[int, Field(ge=0), BeforeValidator(_number), Takes("N")]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(_number), Takes("X")]
+MemorySize = Annotated[float, Field(gt=0, le=1e12), BeforeValidator(_number), Takes("X")]  # of which bytes are finite
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number), Takes("X")]
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number), Takes("X")]
 Switch = Annotated[bool, BeforeValidator(_boolean), Takes("true|false")]

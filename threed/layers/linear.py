@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.collectives import split
-from threed.layers.running import goes_to_sink, runs
+from threed.layers.running import goes_to_sink, in_forward, runs
 from threed.layers.slicing import Slicing, bias_gradient, for_autograd, weight_gradient
 from threed.layers.tiled import LOCAL, add_weight, tiled_linear, tiles_of
 from threed.ops import launch, matmul
@@ -45,7 +45,9 @@ class _Linear(torch.autograd.Function):
             x = collectives.all_gather(x, axis)
         ctx.save_for_backward(x, params[0])
         ctx.params, ctx.of_f = params, (axis, gather)
-        return matmul.linear(x, *params)
+        y = matmul.linear(x, *params)
+        # Not a view to autograd, which would refuse a relu_() behind it.
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
@@ -60,6 +62,8 @@ def gradients(
     """The gradients of x before f, weight and bias for y = x weight^T + bias; those of params go to their sinks, and
     None is returned, where they have one. of_f: the axis, and whether it gathered."""
     dy, (axis, gather), dx, pending = dy.contiguous(), of_f, None, None
+    if in_forward():
+        return _of_input(dy, weight, axis), None, None
     rows = dy.flatten(0, -2)
     if need_dx:
         dx = matmul.input_gradient(rows, weight).view(*dy.shape[:-1], weight.shape[1])
@@ -68,6 +72,14 @@ def gradients(
     dw = weight_gradient(params[0], rows, x)
     db = bias_gradient(params[1], rows) if params[1] is not None and params[1].requires_grad else None
     return dx if pending is None else pending.wait(), dw, db
+
+
+def _of_input(dy: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+    """The gradient of x where a layer calls torch.autograd.grad in its forward: differentiable, and nothing for sinks,
+    for it is no part of the loss's gradient. RuntimeError where tensor ranks would have to sum it."""
+    if axis.size > 1:
+        raise RuntimeError("torch.autograd.grad in a layer's forward, through a layer that is cut over tensor ranks")
+    return dy @ weight
 
 
 def run(x: Tensor, tape: Tape, weight: Tensor, bias: Tensor | None, axis: Axis, gather: bool) -> Tensor:
@@ -264,7 +276,7 @@ class SinkLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         mixed = torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
-        if mixed or x.dtype != weight.dtype or not (goes_to_sink(weight) and goes_to_sink(bias)):
+        if mixed or x.dim() < 2 or x.dtype != weight.dtype or not (goes_to_sink(weight) and goes_to_sink(bias)):
             return super().forward(x)
         return linear(x, weight, bias)
 

@@ -43,6 +43,11 @@ def staged(looked: bool) -> Iterator[None]:
         _staged = before
 
 
+def in_forward() -> bool:
+    """Returns whether a stage runs a forward now: a backward that runs meanwhile is a layer's own."""
+    return _staged
+
+
 def wanted(x: Tensor) -> bool:
     """Returns whether a stage makes a graph of x, by autograd alone."""
     plain = _staged and x.requires_grad and torch.is_grad_enabled()

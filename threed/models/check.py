@@ -67,6 +67,11 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, tensor: Axis, world: Ax
         name = label(layer, number)
         for path, param in layer.named_parameters(remove_duplicate=False):
             spec = getattr(param, "spec", None)
+            if param._backward_hooks or param._post_accumulate_grad_hooks:
+                problems.append(
+                    f"{name}: parameter {path} has a hook on its gradient, which would never be called, for gradients"
+                    " do not pass through autograd: change the weight in the layer's forward (a mask, a scale) instead"
+                )
             if spec is None:
                 problems.append(
                     f"{name}: parameter {path} has no sharding record: make it by threed.layers or sharding.parameter,"

@@ -40,10 +40,10 @@ from threed.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
     "NOT_YET", "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "absolute", "available", "build",
-    "check_name", "check_rendezvous", "chimera", "chunks_are_free", "draw", "dualpipe", "dualpipev", "forward_only",
-    "from_csv", "gpipe", "interleaved", "legal", "lower", "names_file", "one_f_one_b", "own_chunks", "peak_activations",
-    "read_csv", "register", "replay", "schedule", "simulate", "span_and_bubble", "stack", "svg", "time_between_steps",
-    "to_csv", "together", "v_half", "v_min", "validate", "zb_auto", "zb_h1", "zb_h2", "zb_v",
+    "check_name", "check_rendezvous", "chimera", "chunks_are_free", "closest", "draw", "dualpipe", "dualpipev",
+    "forward_only", "from_csv", "gpipe", "interleaved", "legal", "lower", "names_file", "one_f_one_b", "own_chunks",
+    "peak_activations", "read_csv", "register", "replay", "schedule", "simulate", "span_and_bubble", "stack", "svg",
+    "time_between_steps", "to_csv", "together", "v_half", "v_min", "validate", "zb_auto", "zb_h1", "zb_h2", "zb_v",
 ]  # fmt: skip
 
 ScheduleName = Literal[
@@ -169,9 +169,15 @@ def _entry(name: str) -> _Entry:
     choices = f"available: {', '.join(_SCHEDULES)}"
     if name in NOT_YET:
         raise ValueError(f"schedule {name!r} is not in this version; {choices}")
-    close = difflib.get_close_matches(name, _SCHEDULES, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    close = closest(name)
+    hint = f"did you mean {close!r}? " if close else ""
     raise ValueError(f"there is no schedule {name!r}: {hint}{choices}")
+
+
+def closest(name: str) -> str | None:
+    """The name of a schedule that somebody may mean who writes this: ZBH1, zb_h1."""
+    close = difflib.get_close_matches(name.lower().replace("_", "-"), _SCHEDULES, n=1, cutoff=0.5)
+    return close[0] if close else None
 
 
 def _entry_of_file(name: str) -> _Entry:

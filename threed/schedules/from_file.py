@@ -14,11 +14,13 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
-from threed.schedules.action import COMPUTE, Action
+from threed.schedules.action import COMPUTE
+from threed.schedules.legal import check_actions
 from threed.schedules.plan import Plan
 from threed.schedules.rendezvous import validate
 from threed.schedules.torch_csv import from_csv
@@ -38,8 +40,11 @@ def absolute(name: str) -> str:
 
 def read_csv(file: str) -> Plan:
     """The plan that a CSV file holds. Raises ValueError for one that is not there, or holds none."""
+    path = Path(file)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"{file}: it is no file, but a pipe or a device, which may have no end")
     try:
-        text = Path(file).read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not text: {error}") from None
     except OSError as error:
@@ -82,7 +87,7 @@ def find(name: str, registered: Callable[[], Mapping[str, Function]]) -> Functio
     own = {key: fn for key, fn in registered().items() if _comes_from(fn, module)}
     value = own.get(wanted, getattr(module, wanted, None))
     if callable(value) and not inspect.isclass(value):
-        return value
+        return cast(Function, value if isinstance(value, Hashable) else value.__call__)
     functions = {key for key, fn in vars(module).items() if inspect.isfunction(fn) and _comes_from(fn, module)}
     names = ", ".join(sorted(own.keys() | {key for key in functions if not key.startswith("_")}))
     what = f"there is no function {wanted!r} in it" if wanted else f"write {file}:FUNCTION"
@@ -149,12 +154,12 @@ def _takes(fn: Function, count: int) -> bool:
 def _check(plan: object) -> None:
     if not isinstance(plan, Plan):
         raise ValueError(f"it gives {_kind(plan)}, not a threed.schedules.Plan")
+    check_actions(plan)
     for rank, actions in enumerate(plan.ranks):
         for action in actions:
-            if not isinstance(action, Action):
-                raise ValueError(f"rank {rank}: {action!r} is no Action; Action.parse reads its text form")
             if action.kind not in COMPUTE:
-                raise ValueError(f"rank {rank}: {action}: give compute actions only, communication is added to them")
+                where = f"plan {plan.name}: rank {rank}: {action}"
+                raise ValueError(f"{where}: give compute actions only, communication is added to them")
     if plan.forward_only:
         raise ValueError(f"plan {plan.name} has no backward: nothing would be trained")
     validate(plan)

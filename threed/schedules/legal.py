@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from numbers import Integral
 
 from threed.schedules.action import COMPUTE, PER_CHUNK, RECEIVES, SENDS, Action, Kind
 from threed.schedules.plan import Plan
@@ -31,11 +32,13 @@ def legal(plan: Plan) -> None:
     micro-batch does so on all stages of one way. With reductions or gathers, every rank has all of them. Raises
     ValueError naming rank and action.
     """
-    if min(plan.stages, plan.microbatches, plan.chunks) < 1:
-        raise ValueError(f"plan {plan.name}: stages, micro-batches and chunks must be at least 1")
+    sizes = (plan.stages, plan.microbatches, plan.chunks)
+    if not all(isinstance(size, Integral) for size in sizes) or min(sizes) < 1:
+        raise ValueError(f"plan {plan.name}: stages, micro-batches and chunks must be whole numbers of at least 1")
     if len(plan.ranks) != plan.stages:
         raise ValueError(f"plan {plan.name}: {len(plan.ranks)} lists of actions for {plan.stages} ranks")
     _check_placement(plan)
+    check_actions(plan)
     done = [_walk(plan, rank) for rank in range(plan.stages)]
     _check_complete(plan, done)
     kinds = {action.kind for actions in plan.ranks for action in actions}
@@ -43,6 +46,26 @@ def legal(plan: Plan) -> None:
         check_reductions(plan)
     if Kind.GATHER in kinds:
         _check_gathers(plan)
+
+
+def check_actions(plan: Plan) -> None:
+    """Checks that ranks have actions, and these kinds and whole numbers. Raises ValueError naming rank and action."""
+    for rank, actions in enumerate(plan.ranks):
+        for action in actions:
+            if type(action) is not Action or not all(map(_is_well_made, (action, action.beside or action))):
+                shown = tuple(action) if isinstance(action, Action) else action
+                raise ValueError(
+                    f"plan {plan.name}: rank {rank}: {shown!r} is no Action; write Action(Kind.F, 3), whole numbers,"
+                    " or Action.parse('F0.3')"
+                )
+
+
+def _is_well_made(action: Action) -> bool:
+    """Whether the parts of an action are what they should be. The text "F" equals the kind, and is not it."""
+    if type(action) is not Action or type(action.kind) is not Kind:
+        return False
+    _, microbatch, chunk, _ = action
+    return type(microbatch) is type(chunk) is int or (isinstance(microbatch, Integral) and isinstance(chunk, Integral))
 
 
 def _check_placement(plan: Plan) -> None:

@@ -38,6 +38,12 @@ class Plan:
     placement: tuple[tuple[int, ...], ...] = ()
     ways: int = 1
 
+    def __post_init__(self) -> None:
+        for name in ("ranks", "placement"):  # a plan is hashed: of lists it makes tuples
+            rows = getattr(self, name)
+            if isinstance(rows, list | tuple):
+                object.__setattr__(self, name, tuple(tuple(row) if isinstance(row, list) else row for row in rows))
+
     @property
     def total_stages(self) -> int:
         """How many stages the model is cut into."""

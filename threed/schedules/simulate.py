@@ -8,6 +8,7 @@ times. `span_and_bubble` does the same for measured times.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -38,9 +39,10 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name, cost in vars(self).items():
-            if cost is not None and min(cost if isinstance(cost, tuple) else (cost,), default=-1) < 0:
+            times = cost if isinstance(cost, tuple) else (0.0 if cost is None else cost,)
+            if not times or not all(0 <= time < math.inf for time in times):  # nor is nan
                 raise ValueError(
-                    f"costs: {name} is {cost}; times are not negative, and a tuple has one for every stage"
+                    f"costs: {name} is {cost}; times are finite and not negative, and a tuple has one for every stage"
                 )
 
     def duration(self, action: Action, rank: int, plan: Plan) -> float:

@@ -16,7 +16,7 @@ that ends first, with W where ranks would wait or need memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, cycle
+from itertools import accumulate, chain, cycle
 from math import inf
 from typing import NamedTuple
 
@@ -177,7 +177,7 @@ class _Tightening:
         self.moving = (begin[-1], begin[0] + PERIOD * (count - 1))
         slots = max(times.values()) + PERIOD * count + 1
         self.taken = [bytearray(slots) for _ in range(unit.ranks)]
-        self.held = [[0] * slots for _ in range(unit.ranks)]
+        self.held = [[0] * slots for _ in range(unit.ranks)]  # at first what changes in a slot, then how many there are
 
     def _weights(self, begin: tuple[int, ...]) -> dict[int, int]:
         """The first slots after I that nothing else has, in any period."""
@@ -199,7 +199,8 @@ class _Tightening:
             if self.taken[rank][time]:
                 return None
             self.taken[rank][time] = 1
-            self._hold(rank, position, range(time, len(self.taken[rank])))
+            self._hold(rank, position, range(time, time + 1))
+        self.held = [list(accumulate(changes)) for changes in self.held]
         for time, position, microbatch in actions:
             if not self.moving[0] <= time <= self.moving[1]:
                 self._move(time, position, microbatch)

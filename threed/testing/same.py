@@ -32,7 +32,7 @@ from threed.testing import diagnose
 from threed.testing.compare import Finding, Results, agree, differences, results_of
 from threed.testing.diagnose import About, Layers, Seen
 from threed.testing.ranks import RanksFailed, run_ranks
-from threed.testing.topologies import DEFAULT, configured, ranks_of, words
+from threed.testing.topologies import DEFAULT, configured, plain, ranks_of, words
 from threed.testing.watch import Watch, label
 from threed.topology import Topology
 
@@ -321,6 +321,7 @@ def _layers(model: Any) -> Layers:
 
 def _find_truth(task: _Task) -> Seen:
     """On one process: writes what training gives, and finds where one with other random numbers differs."""
+    task = replace(task, config=plain(task.config))
     truth, watch = _train(task, {}, 0, lambda when, engine, metrics: vars(results_of(engine, metrics)), {})
     torch.save({**truth, "seen": watch.seen}, task.file)
     return _train_and_compare(task, {})

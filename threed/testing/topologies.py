@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 
-from threed.config import Config, ConfigError
+from threed.config import Config, ConfigError, ParallelConfig
 
 DEFAULT = (
     "micro1", "recompute", "tp2", "tp2-seq", "pp2", "dp2-zero1", "dp2-zero3", "tp2-pp2", "pp2-dp2-zero2",
@@ -43,6 +43,14 @@ _LIST = "tp2, pp2, dp2 (any number), seq, zero0 to zero3, recompute, offload, mi
 def ranks_of(said: dict[str, int]) -> int:
     """How many ranks it takes."""
     return math.prod(said.get(axis, 1) for axis in ("tp", "pp", "dp"))
+
+
+def plain(config: Config) -> Config:
+    """The configuration with what is for several pipeline ranks as it is by default: one process runs whole backwards,
+    whatever the schedule of the others is."""
+    keys = ("schedule", "chunks", "partition", "memory_limit_gib", "optimistic_step")
+    defaults = {key: getattr(ParallelConfig(), key) for key in keys}
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=defaults)})
 
 
 def configured(config: Config, said: dict[str, int]) -> Config:

@@ -276,9 +276,16 @@ class Reducer:
             if chunk is None or queue.chunks == (chunk,):
                 self._flush(queue)
 
+    def _send_idle(self) -> None:
+        """Sends what had no round in this step, for no micro-batch came to its chunk: gradients of zero."""
+        for queue in self._queues.values():
+            if self._summed.isdisjoint(queue.buckets):
+                self._start_all(queue)
+
     def finish(self) -> list[Gradient]:
         """Ends the step: returns what this rank updates of the summed gradients, bucket by bucket."""
         self.all_passes_ended()
+        self._send_idle()
         self._complete_all()
         if self.layout.slices_parameters:
             self.memory.trim()  # the next to need memory are gathered parameters

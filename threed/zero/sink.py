@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from threed.layers.running import in_forward
 from threed.ops import matmul
 from threed.zero.deferral import Deferral
 from threed.zero.gradients import Gradients
@@ -64,6 +65,7 @@ class Sink:
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the matrix product a @ b; in the buffer itself where the dtypes allow."""
+        self._check_loss()
         if self._deferred(self.add_product, a, b):
             return None
         if not self._takes_products(a):
@@ -77,6 +79,7 @@ class Sink:
         Where contributions wait, a single pair does; of several only their sum, for all of them at once are what is
         made one after the other to save memory.
         """
+        self._check_loss()
         total, fresh, direct = None, not self.received, False
         pairs = iter(pairs)
         if self.reducer.deferral.waiting is not None:
@@ -93,6 +96,14 @@ class Sink:
                 total = torch.mm(a, b) if total is None else total.addmm_(a, b)
         self.arrived() if total is None else self.add(total)
 
+    def _check_loss(self) -> None:
+        """Raises RuntimeError where what comes is no gradient of the loss, but of a layer's own autograd.grad."""
+        if in_forward():
+            raise RuntimeError(
+                f"{self.slot.spec.name}: a gradient came while a layer ran its forward: torch.autograd.grad there must"
+                " not go through a layer of threed.layers, which adds to the loss's gradient; use torch's own modules"
+            )
+
     def _deferred(self, add: Callable[..., None], *tensors: Tensor) -> bool:
         """Returns whether contributions wait for a W now; then this one is set aside."""
         waiting = self.reducer.deferral.waiting
@@ -108,6 +119,7 @@ class Sink:
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows [n h] at row numbers [n]."""
+        self._check_loss()
         if self._deferred(self.add_rows, index, rows):
             return None
         if self.reducer.is_late(self):
@@ -123,6 +135,7 @@ class Sink:
     def memory(self) -> tuple[Tensor, bool] | None:
         """Returns where the gradient is, in the parameter's shape, and whether to add to what is there; `arrived` is
         due when that was done. None where a gradient cannot be written there now: `add` it."""
+        self._check_loss()
         if self.reducer.deferral.waiting is not None or self.reducer.is_late(self):
             return None
         return self._target(), self.received > 0
