@@ -185,11 +185,10 @@ def _makespan(found: _Found) -> float:
 
 
 def _play(search: _Search, shapes: list[_Shape], patiences: tuple[float, ...]) -> list[_Found]:
-    tried = (
-        search.attempt(shape.orders(search.flow), patience, shape)
-        for shape in dict.fromkeys(shapes)
-        for patience in patiences
-    )
+    tried = list[_Found | None]()
+    for shape in dict.fromkeys(shapes):
+        orders = None if search.over else shape.orders(search.flow)
+        tried += [search.attempt(orders, patience, shape) for patience in patiences]
     return [found for found in tried if found is not None]
 
 
