@@ -39,6 +39,8 @@ from threed.topology import Topology
 class Rendezvous:
     """Both sides block, in order: the receiver's token says that it is there, then the message goes."""
 
+    posts_ahead = False
+
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
 
