@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -39,6 +40,8 @@ from threed.topology import Topology
 
 class Rendezvous:
     """Both sides block, in order: the receiver's token says that it is there, then the message goes."""
+
+    posts_ahead = False
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -431,6 +434,34 @@ def check_freed(schedule: str) -> None:
 def test_what_was_sent_is_free_before_its_backward(schedule: str) -> None:
     """Under GPipe all graphs are open at once: if they, or the transport, held the outputs, these would pile up."""
     run_ranks(2, check_freed, schedule)
+
+
+class Noted(Links):
+    """Notes when receives are posted."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology)
+        self.posted: list[float] = []
+
+    def receive(self, out: Tensor, source: int, target: int) -> Pending:
+        self.posted.append(time.perf_counter())
+        return super().receive(out, source, target)
+
+
+def check_posted_ahead() -> None:
+    topology, plan = Topology(pp=2), schedules.lower(schedules.one_f_one_b(2, 4))
+    transport = Noted(topology)
+    executor, _ = run_plan(plan, transport, topology.rank)
+    check_spans(executor.spans, plan, topology.rank)
+    receives = [number for number, action in enumerate(plan.ranks[topology.rank]) if action.kind in RECEIVES]
+    before = [[start for action, start, _ in executor.spans[:number] if action.kind in COMPUTE] for number in receives]
+    assert [bool(starts) for starts in before] == [topology.rank == 0, True, True, True]
+    for posted, starts in zip(transport.posted[-4:], before, strict=True):  # those before them were for the form
+        assert not starts or posted < starts[-1]
+
+
+def test_receives_are_posted_before_the_action_that_runs_meanwhile() -> None:
+    run_ranks(2, check_posted_ahead)
 
 
 def check_span_order() -> None:

@@ -1,6 +1,7 @@
 """A model cut and laid out for one rank: the same objects for a run, and for its forecast on paper.
 
-    blueprint = Blueprint.draw(model, topology, config, costs)
+    pipeline  = Pipeline.of(layers, topology, config, costs, divide)     the same on every rank
+    blueprint = Blueprint.draw(model, layers, topology, config, pipeline)
 
 On a topology with process groups this is what an engine trains. On `Topology.drawn`, whose device is meta, it is what
 any rank of any grid would hold, and no byte of it is in memory.
@@ -22,8 +23,8 @@ from threed.models import Model, Wrapped
 from threed.models.wrapped import find_problems
 from threed.pipeline.activation_checkpointing import recomputed_layers, with_recompute
 from threed.planner.cut import Cut, partition
-from threed.planner.measured import Division
-from threed.schedules import Plan
+from threed.planner.measured import Division, stage_costs, times_by_flops
+from threed.schedules import Costs, Plan
 from threed.sharding import spec_of
 from threed.topology import Topology
 from threed.zero import agreement, layout, setup
@@ -31,44 +32,94 @@ from threed.zero.layout import HasModules, Layout
 
 
 @dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A model's stages, and the order in which ranks run them: the same for every rank.
+
+    plan: a step's compute actions, of every pipeline rank. costs, limit: times of the stages, and the most
+    micro-batches on a rank, where the schedule plans by them. division: where the cut is by measured times.
+    """
+
+    schedule: str
+    plan: Plan
+    cut: Cut
+    costs: Costs | None = None
+    limit: float | None = None
+    division: Division | None = None
+
+    @classmethod
+    def of(
+        cls, layers: list[nn.Module], topology: Topology, config: Config,
+        costs: Callable[[list[nn.Module]], Sequence[float]], divide: Callable[[Plan, list[nn.Module]], Division],
+    ) -> Pipeline:  # fmt: skip
+        """Cuts the model and plans a step. Collective where the topology has groups.
+
+        layers: the model's. costs: gives theirs, where stages are balanced by them. divide: cuts by measured times.
+        Raises ConfigError, or ValueError, for what cannot be cut or planned, or where ranks have different plans.
+        """
+        set_loss_chunks(layers, config)
+        p, name, plan = config.parallel, schedule_of(config), step_plan(config, topology.dp)
+        if p.schedule not in get_args(schedules.ScheduleName):
+            _agree(plan, topology)
+        if p.partition == "measured" and p.pp > 1:
+            found = divide(plan, layers)
+            made = cls(name, found.plan, Cut.of(found.ranges, plan), found.costs, found.limit, found)
+        else:
+            made = _cut_by_cost(name, plan, layers, config, costs)
+        if made.plan is not plan:
+            _agree(made.plan, topology)
+        return made
+
+    def plan_of(self, microbatches: int) -> Plan:
+        """The plan of a step of so many micro-batches."""
+        plan = self.plan
+        if microbatches == plan.microbatches:
+            return plan
+        times = (self.costs, self.limit) if schedules.plans_by_times(self.schedule) else ()
+        return schedules.build(self.schedule, plan.stages, microbatches, plan.chunks, *times)
+
+
+def _agree(plan: Plan, topology: Topology) -> None:
+    if not topology.on_paper:
+        agreement.check_plan(plan, topology.axis("world"))
+
+
+def _cut_by_cost(
+    name: str, plan: Plan, layers: list[nn.Module], config: Config, costs: Callable[[list[nn.Module]], Sequence[float]]
+) -> Pipeline:
+    """Cut by layers' costs, which are then the times that a schedule plans by; or by counts, with equal times."""
+    p, flops = config.parallel, functools.cache(lambda: tuple(costs(layers)))
+    again = recomputed_layers(config, layers) if config.recompute.mode == "full" else ()
+    ranges = partition(p.partition, len(layers), plan.total_stages, lambda: with_recompute(flops(), again))
+    cut = Cut.of(ranges, plan)
+    if p.partition != "balanced" or p.pp == 1 or not schedules.plans_by_times(name):
+        return Pipeline(name, plan, cut)
+    times = stage_costs(times_by_flops(flops(), again), ranges)
+    return Pipeline(name, schedules.build(name, p.pp, plan.microbatches, plan.chunks, times), cut, times)
+
+
+@dataclass(frozen=True, eq=False)
 class Blueprint:
-    """plan: a step's compute actions, of every pipeline rank. layers: all of the model's, of which `held` are this
-    rank's by number, chunk by chunk. recomputed: the numbers of layers of which something is computed again."""
+    """layers: all of the model's, of which `held` are this rank's by number, chunk by chunk. recomputed: the numbers of
+    layers of which something is computed again."""
 
     model: Model
     topology: Topology
     config: Config
     layers: list[nn.Module]
     recomputed: list[int]
-    plan: Plan
-    cut: Cut
+    pipeline: Pipeline
     layout: Layout
-    division: Division | None = None  # where the cut is by measured times
 
     @classmethod
     def draw(
-        cls, model: Model, layers: list[nn.Module], topology: Topology, config: Config,
-        costs: Callable[[list[nn.Module]], Sequence[float]], divide: Callable[[Plan, list[nn.Module]], Division],
-    ) -> Blueprint:  # fmt: skip
-        """Cuts the model and lays out this rank's parameters. Collective where the topology has groups.
+        cls, model: Model, layers: list[nn.Module], topology: Topology, config: Config, pipeline: Pipeline
+    ) -> Blueprint:
+        """Lays out this rank's parameters. Collective where the topology has groups.
 
-        layers: the model's. costs: gives theirs, where stages are balanced by them. divide: cuts by measured times.
-        Raises ConfigError, or ValueError, for what cannot be cut or laid out.
+        layers: the model's, cut as `pipeline` says. Raises ConfigError, or ValueError, for what cannot be laid out.
         """
-        wrapped = model if isinstance(model, Wrapped) else None
         setup.check_groups(config.optim, layers)
-        p, r = config.parallel, config.recompute
-        set_loss_chunks(layers, config)
-        recomputed = recomputed_layers(config, layers)
-        plan = step_plan(config, topology.dp)
-        if p.schedule not in get_args(schedules.ScheduleName) and not topology.on_paper:
-            agreement.check_plan(plan, topology.axis("world"))
-        again = recomputed if r.mode == "full" else ()
-        division = divide(plan, layers) if p.partition == "measured" and p.pp > 1 else None
-        ranges = division.ranges if division else partition(
-            p.partition, len(layers), plan.total_stages, lambda: with_recompute(costs(layers), again)
-        )  # fmt: skip
-        cut = Cut.of(ranges, plan)
+        wrapped, cut = model if isinstance(model, Wrapped) else None, pipeline.cut
         ties = cut.ties([names(layer) for layer in layers])
         axes = {name for name in setup.shard_axes(config, topology) if name}
         topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], cut.links)
@@ -79,13 +130,27 @@ class Blueprint:
             raise ConfigError(problems)
         laid_out = layout.build(units, ties, topology, setup.policy(config, topology, cut.ways), chunks)
         setup.size_buffers(laid_out, config, len(setup.rule(config.optim).state_names))
-        return cls(model, topology, config, layers, recomputed, plan, cut, laid_out, division)
+        return cls(model, topology, config, layers, recomputed_layers(config, layers), pipeline, laid_out)
 
     def lowered(self, microbatches: int, training: bool = True) -> Plan:
         """Returns a step's plan with its communication; of forwards alone for evaluation and sampling."""
-        schedule = schedule_of(self.config) if training else None
-        placement = self.cut.placement if training else self.cut.one_way
-        return _lowered(schedule, microbatches, placement, self.config.zero.stage == 3, training and self.optimistic)
+        validates = training and self.optimistic
+        return _lowered(self.pipeline, microbatches, training, self.config.zero.stage == 3, validates)
+
+    @property
+    def plan(self) -> Plan:
+        """A step's compute actions, of every pipeline rank."""
+        return self.pipeline.plan
+
+    @property
+    def cut(self) -> Cut:
+        """Which layers are whose."""
+        return self.pipeline.cut
+
+    @property
+    def division(self) -> Division | None:
+        """The cut, where it is by measured times."""
+        return self.pipeline.division
 
     @property
     def chunks(self) -> tuple[range, ...]:
@@ -131,17 +196,15 @@ def set_loss_chunks(layers: Sequence[nn.Module], config: Config) -> None:
 
 
 @functools.lru_cache(maxsize=32)
-def _lowered(
-    schedule: str | None, microbatches: int, placement: tuple[tuple[int, ...], ...], gathers: bool, validates: bool
-) -> Plan:
-    stages, chunks = len(placement), len(placement[0])
-    if schedule is None:
-        return schedules.lower(schedules.forward_only(stages, microbatches, placement), gathers)
-    return schedules.lower(schedules.build(schedule, stages, microbatches, chunks), gathers, validates)
+def _lowered(pipeline: Pipeline, microbatches: int, training: bool, gathers: bool, validates: bool) -> Plan:
+    placement = pipeline.cut.one_way
+    if not training:
+        return schedules.lower(schedules.forward_only(len(placement), microbatches, placement), gathers)
+    return schedules.lower(pipeline.plan_of(microbatches), gathers, validates)
 
 
 def step_plan(config: Config, data_ranks: int) -> Plan:
-    """The compute actions of a step."""
+    """The compute actions of a step; with equal times, where a schedule plans by times."""
     p = config.parallel
     return schedules.build(schedule_of(config), p.pp, count_microbatches(config, data_ranks), p.chunks)
 

@@ -130,8 +130,8 @@ def _verify(argv: list[str]) -> int:
 
 
 def _schedule(a: argparse.Namespace) -> None:
-    plan = _plan(a)
     costs = schedules.Costs(a.forward, a.backward_input, a.backward_weight, a.send, a.overlapped)
+    plan = _plan(a, costs)
     timeline = schedules.simulate(plan, costs)
     facts = {
         "makespan": timeline.makespan,
@@ -150,7 +150,7 @@ def _schedule(a: argparse.Namespace) -> None:
     print(json.dumps(facts) if a.json else "\n".join(f"{name:<17} {value}" for name, value in facts.items()))
 
 
-def _plan(a: argparse.Namespace) -> schedules.Plan:
+def _plan(a: argparse.Namespace, costs: schedules.Costs) -> schedules.Plan:
     stages, microbatches = a.stages, a.microbatches
     if a.name.endswith(".csv"):
         plan = schedules.read_csv(a.name)
@@ -158,7 +158,8 @@ def _plan(a: argparse.Namespace) -> schedules.Plan:
         microbatches = plan.microbatches if microbatches is None else microbatches
     if stages is None or microbatches is None:
         raise ValueError(f"{a.name}: how many? give --stages and --microbatches")
-    return schedules.build(a.name, stages, microbatches, a.chunks)
+    times = costs if schedules.plans_by_times(a.name) else None
+    return schedules.build(a.name, stages, microbatches, a.chunks, times)
 
 
 def _tokenize(a: argparse.Namespace) -> None:

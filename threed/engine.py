@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from threed import buffers, collectives
 from threed.batches import Batch, Batches
-from threed.blueprint import Blueprint
+from threed.blueprint import Blueprint, Pipeline
 from threed.checkpoint import fit, native
 from threed.checkpoint.extras import Extras
 from threed.checks import find_refusals
@@ -142,7 +142,8 @@ class Engine:
             check(layers, self.model.slicing, topology.axis("tp"), topology.axis("world"))
         self.config = decide_order(self.config, self.model, layers, topology)
         by_times = cut_by_times(self.model, self.config, topology, self._costs)
-        blueprint = Blueprint.draw(self.model, layers, topology, self.config, self._costs, by_times)
+        pipeline = Pipeline.of(layers, topology, self.config, self._costs, by_times)
+        blueprint = Blueprint.draw(self.model, layers, topology, self.config, pipeline)
         trainable = collectives.exchange(bool(blueprint.layout.buckets), topology.axis("world"))
         if not any(trainable):
             raise ValueError("the model has no parameter to train: all have requires_grad off")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from threed import models, schedules
-from threed.blueprint import Blueprint, set_loss_chunks, step_plan
+from threed.blueprint import Blueprint, Pipeline, set_loss_chunks, step_plan
 from threed.config import Config
 from threed.footprint import footprint, order_facts, trace, with_order
 from threed.layer_times import division as divided
@@ -22,7 +22,7 @@ from threed.models import Model
 from threed.pipeline.activation_checkpointing import recomputed_layers
 from threed.pipeline.trace import LayerCost
 from threed.planner.grid import AXES, Grid
-from threed.planner.measured import Division, LayerBytes
+from threed.planner.measured import Division, LayerBytes, stage_costs, times_by_flops
 from threed.planner.memory import regime
 from threed.precision import dtype
 from threed.sharding import spec_of
@@ -84,25 +84,24 @@ class Forecast:
         flops = [sum(costs) for costs in zip(*(column.flops for column in columns), strict=True)]
         if division is None and p.partition == "measured" and grid.pp > 1:
             division = _divide(list(alike.values()), flops, build)
-        drawn = {
-            column: [column.blueprint(stage, flops, division) for stage in range(grid.pp)] for column in alike.values()
-        }
+        pipeline = columns[0].pipeline(flops, division)
+        drawn = {column: [column.blueprint(stage, pipeline) for stage in range(grid.pp)] for column in alike.values()}
         held = {column: [footprint(one, column.costs) for one in stages] for column, stages in drawn.items()}
-        first, ranks = drawn[columns[0]][0], []
+        ranks = []
         for rank in range(world):
             place = grid.coordinates(rank)
             found = held[columns[place["tp"]]][place["pp"]]
-            layers = first.cut.chunks(place["pp"])
+            layers = pipeline.cut.chunks(place["pp"])
             ranks.append(RankForecast(rank, grid.label(rank), layers, found.bytes, found.sends))
-        bubble = division.bubble if division else _timeline(flops, first).bubble
+        bubble = division.bubble if division else columns[0].bubble(flops, pipeline)
         counted = sum(
             3.0 * cost.flops for cost in whole.costs
         )  # not what the model says it costs, in a unit of its own
         per_token = counted / (config.train.micro_batch * config.model.seq)
         name = type(whole.model).__name__ if own else config.model.arch
         return cls(
-            config, name, grid.sizes, whole.parameters, first.plan.microbatches, bubble, per_token, ranks, division,
-            first.plan.ways,
+            config, name, grid.sizes, whole.parameters, pipeline.plan.microbatches, bubble, per_token, ranks, division,
+            pipeline.plan.ways,
         )  # fmt: skip
 
     def text(self) -> str:
@@ -178,13 +177,23 @@ class _Column:
         found = {spec_of(p).name: spec_of(p).numel for layer in self.layers for p in layer.parameters()}
         return sum(found.values())
 
-    def blueprint(self, stage: int, flops: Sequence[float], division: Division | None) -> Blueprint:
-        """What the first rank of a stage in this column holds. division: the cut, if that is by measured times."""
+    def pipeline(self, flops: Sequence[float], division: Division | None) -> Pipeline:
+        """The stages and the plan, which are those of all columns. division: the cut, if that is by measured times."""
+        return Pipeline.of(
+            self.layers, self.topology, self.config, lambda _: flops, lambda *_: cast(Division, division)
+        )  # fmt: skip
+
+    def bubble(self, flops: Sequence[float], pipeline: Pipeline) -> float:
+        """Of the schedule played out with each stage's own FLOPs."""
+        again = recomputed_layers(self.config, self.layers) if self.config.recompute.mode == "full" else ()
+        costs = stage_costs(times_by_flops(flops, again), pipeline.cut.ranges)
+        return schedules.simulate(pipeline.plan, costs).bubble
+
+    def blueprint(self, stage: int, pipeline: Pipeline) -> Blueprint:
+        """What the first rank of a stage in this column holds."""
         place = {**dict.fromkeys(AXES, 0), "pp": stage, "tp": self.number}
         topology = Topology.drawn(self.grid, self.grid.rank_of(place))
-        return Blueprint.draw(
-            self.model, self.layers, topology, self.config, lambda _: flops, lambda *_: cast(Division, division)
-        )  # fmt: skip
+        return Blueprint.draw(self.model, self.layers, topology, self.config, pipeline)
 
 
 def _divide(columns: Sequence[_Column], flops: Sequence[float], build: Callable[[Slicing], Model]) -> Division:
@@ -206,14 +215,6 @@ def _divide(columns: Sequence[_Column], flops: Sequence[float], build: Callable[
         return fullest([held_by(c.model, c.layers, config, c.topology, device, plan.ways) for c in columns])
 
     return divided(plan, first.layers, found, flops, held, config, device)
-
-
-def _timeline(flops: Sequence[float], drawn: Blueprint) -> schedules.Timeline:
-    """The schedule played out with each stage's own cost; backward is twice forward, and forward `again`."""
-    forward = tuple(sum(flops[i] for i in stage) / 3 for stage in drawn.cut.ranges)
-    again = tuple(sum(flops[i] for i in stage if i in drawn.again) / 3 for stage in drawn.cut.ranges)
-    backward = tuple(once + more for once, more in zip(forward, again, strict=True))
-    return schedules.simulate(drawn.plan, schedules.Costs(forward, backward, forward))
 
 
 def _order_text(microbatches: int) -> str:

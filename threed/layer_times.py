@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threed import collectives
+from threed import collectives, schedules
 from threed.atomic import building, cache_folder
 from threed.config import Config
 from threed.device import is_accelerator, memory_bytes, processor
@@ -37,11 +37,19 @@ from threed.models import Model
 from threed.pipeline import activation_checkpointing, compiling
 from threed.pipeline.timing import Timer
 from threed.pipeline.trace import LayerCost, TraceError
-from threed.planner.measured import Division, LayerBytes, LayerTimes, divide
+from threed.planner.measured import (
+    Division,
+    LayerBytes,
+    LayerTimes,
+    divide,
+    divide_and_plan,
+    stage_costs,
+    times_by_flops,
+)
 from threed.planner.memory import optimizer_bytes
 from threed.planner.partition import balanced, uniform
 from threed.precision import dtype
-from threed.schedules import Plan
+from threed.schedules import Costs, Plan
 from threed.topology import Axis, Topology
 from threed.zero.setup import rule
 
@@ -235,26 +243,44 @@ def division(
     plan: Plan, layers: Sequence[nn.Module], found: Found, flops: Sequence[float] | None,
     held: Callable[[], Sequence[LayerBytes]], config: Config, device: torch.device,
 ) -> Division:  # fmt: skip
-    """Cuts a model by its layers' times.
+    """Cuts a model by its layers' times; a schedule that plans by times is planned by them.
 
     flops: what it would be balanced by otherwise, if that is known. held: gives bytes of the layers, on the fullest
     rank. The limit of memory is the configuration's; without one it is a GPU's memory, which is no reason to refuse a
     run. Raises ValueError where no cut fits.
     """
-    stages, asked = plan.total_stages, config.parallel.memory_limit_gib
-    others = {"uniform": uniform(len(layers), stages)}
-    if flops is not None:
-        again = activation_checkpointing.recomputed_layers(config, layers) if config.recompute.mode == "full" else ()
-        others["balanced"] = balanced(activation_checkpointing.with_recompute(flops, again), stages)
+    asked, cut = config.parallel.memory_limit_gib, _cutter(plan, layers, found, flops, config)
     limit = asked * GIB if asked else memory_bytes(device)
     if limit is None:
-        return replace(divide(found.times, plan, others), notices=found.notices)
+        return replace(cut(None, None), notices=found.notices)
     try:
-        return replace(divide(found.times, plan, others, held(), limit), notices=found.notices)
+        return replace(cut(held(), limit), notices=found.notices)
     except ValueError as error:
         if asked:
             raise ValueError(f"--parallel.memory-limit-gib {asked:g}: {error}") from None
-        return replace(divide(found.times, plan, others), notices=(*found.notices, str(error)))
+        return replace(cut(None, None), notices=(*found.notices, str(error)))
+
+
+def _cutter(
+    plan: Plan, layers: Sequence[nn.Module], found: Found, flops: Sequence[float] | None, config: Config
+) -> Callable[[Sequence[LayerBytes] | None, float | None], Division]:
+    """What cuts, given bytes of the layers and the limit of a rank."""
+    name, stages = config.parallel.schedule, plan.total_stages
+    again = activation_checkpointing.recomputed_layers(config, layers) if config.recompute.mode == "full" else ()
+    cuts = {"uniform": uniform(len(layers), stages)}
+    if flops is not None:
+        cuts["balanced"] = balanced(activation_checkpointing.with_recompute(flops, again), stages)
+    if not schedules.plans_by_times(name):
+        return partial(divide, found.times, plan, cuts)
+
+    def planner(costs: Costs | None, limit: float | None) -> Plan:
+        return schedules.build(name, plan.stages, plan.microbatches, plan.chunks, costs, limit)
+
+    others = {"uniform": (cuts["uniform"], plan)}
+    if flops is not None:
+        costs = stage_costs(times_by_flops(flops, again), cuts["balanced"])
+        others["balanced"] = cuts["balanced"], planner(costs, None)
+    return partial(divide_and_plan, found.times, planner, others)
 
 
 def held_by(

@@ -30,7 +30,7 @@ from threed.pipeline.boundary import Form, signature, tensors
 from threed.pipeline.overlap import Overlap
 from threed.pipeline.stage import Stage
 from threed.pipeline.transport import Transport
-from threed.schedules.action import COMPUTE, Action, Kind
+from threed.schedules.action import COMPUTE, RECEIVES, Action, Kind
 from threed.schedules.plan import Plan
 
 Span = tuple[Action, float, float]
@@ -54,6 +54,10 @@ def with_next_pass(actions: Sequence[Action]) -> Iterator[tuple[Action, tuple[Ac
 
 def _key(action: Action) -> tuple[int, int]:
     return action.microbatch, action.chunk
+
+
+def _message(action: Action) -> tuple[Kind, int, int]:
+    return action.kind, action.microbatch, action.chunk
 
 
 class WeightGradients(Protocol):
@@ -130,8 +134,12 @@ class Executor:
         self._sent: deque[list[Pending]] = deque()
         self._waiting: dict[tuple[int, int], list[Any]] = {}  # of split backwards, for their W
         self._outputs: dict[int, Tensor] = {}
-        for action, then in with_next_pass(plan.ranks[self.rank]):
+        self._posted: set[tuple[Kind, int, int]] = set()
+        actions = plan.ranks[self.rank]
+        for number, (action, then) in enumerate(with_next_pass(actions)):
             self._then = then
+            if action.kind in COMPUTE and self.transport.posts_ahead:
+                self._post_ahead(actions, number + 1)
             self._begin()
             self._handlers[action.kind](action)
             if self._clock is not None:
@@ -254,7 +262,23 @@ class Executor:
         for part in self._sent.popleft():
             part.wait()
 
+    def _post_ahead(self, actions: Sequence[Action], start: int) -> None:
+        """Posts the receives up to the next compute action, in their order, as far as their forms are known."""
+        for at in range(start, len(actions)):
+            action = actions[at]
+            if action.kind in COMPUTE or action.kind is Kind.VALIDATE:
+                return
+            if action.kind in RECEIVES and (key := _message(action)) not in self._posted:
+                side = "in" if action.kind is Kind.RECV_F else "out"
+                if self._key(side, action) not in self._forms:
+                    return
+                self._receive(action)
+                self._posted.add(key)
+
     def _receive(self, action: Action) -> None:
+        key = _message(action)
+        if key in self._posted:
+            return
         source = self._plan.producer(self.rank, action)
         if source is None:
             raise ValueError(f"plan {self._plan.name}: rank {self.rank}: {action} has nobody to receive from")
@@ -262,7 +286,6 @@ class Executor:
         if not backward and self._key("in", action) not in self._forms:
             self._remember("in", action, self._receive_form(source[0]))
         buffers = self._form("out" if backward else "in", action).empty(self.device, gradients=backward)
-        key = (action.kind, action.microbatch, action.chunk)
         self._arriving[key] = [*self.transport.receive(buffers, source[0], self.rank)]
 
     # ---------------------------------------------------------------------------------------------------------- forms

@@ -14,7 +14,12 @@ from threed.topology import Axis, Topology
 
 
 class Transport(Protocol):
-    """Sends to and receives from other pipeline ranks: the tensors of one message together."""
+    """Sends to and receives from other pipeline ranks: the tensors of one message together.
+
+    posts_ahead: whether a receive may be posted long before its message is sent, and has then more to gain.
+    """
+
+    posts_ahead: bool
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
         """Begins to send from pipeline rank `source` (this one) to `target`; until waited for the tensors must stay."""
@@ -28,6 +33,7 @@ class Links:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
+        self.posts_ahead = topology.device.type == "cpu"  # gloo asks for a message that nobody waits for: two ways more
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
         """See `Transport`."""

@@ -4,6 +4,8 @@ division = divide(times, plan, {"uniform": uniform(n, stages)})     # times: Lay
 division.ranges                                                     # layers of each stage
 division.text()                                                     # what it leaves unequal, what it gains
 
+A schedule that plans by times has no plan before the model is cut: `divide_and_plan` cuts, then plans.
+
 The slowest stage is not all that counts: under 1F1B the first stage's forwards and the last one's backwards are waited
 for as well. So cuts are played out under the schedule in use. The search begins at the cuts that make the slowest stage
 fastest, by time and by whatever else is given, and moves a layer over one boundary, or one over each of two, as long as
@@ -12,19 +14,23 @@ that helps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from threed.planner.partition import Held, balanced
 from threed.schedules.action import Kind
 from threed.schedules.plan import Plan
-from threed.schedules.simulate import Costs, Timeline, simulate
+from threed.schedules.simulate import Costs, Timeline, peak_activations, simulate
 
 Ranges = tuple[range, ...]
+Planner = Callable[[Costs | None, float | None], Plan]
+"""Stages' times, and the most micro-batches that a rank may hold -> a plan; None: equal times, the schedule's own."""
 _WORK = 400_000  # actions that a search plays out, about: a second or two
 _BETTER = 1e-9  # relative; less is rounding
+_Result = TypeVar("_Result")
 
 
 class LayerTimes(NamedTuple):
@@ -47,20 +53,29 @@ class LayerBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Division:
-    """A cut by measured times.
+    """A cut by measured times, and the plan of a step.
 
-    ranges: layers of each stage. times: of every layer. seconds: of a step's forwards and backwards, as simulated.
-    bubble: of them, the part in which a rank waits. imbalance: the slowest rank's work over the mean. gains: by name of
-    another cut, how many times faster than that this one is. notices: what there is to say about the times.
+    ranges: layers of each stage. plan: of a step; by these times where the schedule plans by times, and then for at
+    most `limit` micro-batches on a rank, if that is not None. times: of every layer. seconds: of a step's forwards and
+    backwards, as simulated. bubble: of them, the part in which a rank waits. imbalance: the slowest rank's work over
+    the mean. gains: by name of another cut, how many times faster than that this one is. notices: what there is to say
+    about the times.
     """
 
     ranges: Ranges
+    plan: Plan
     times: tuple[LayerTimes, ...]
     seconds: float
     bubble: float
     imbalance: float
     gains: Mapping[str, float]
     notices: tuple[str, ...] = ()
+    limit: float | None = None
+
+    @property
+    def costs(self) -> Costs:
+        """The times of the stages."""
+        return stage_costs(self.times, self.ranges)
 
     def text(self) -> str:
         """One line for people."""
@@ -74,6 +89,15 @@ def stage_costs(times: Sequence[LayerTimes], ranges: Sequence[range]) -> Costs:
     """What the stages of a cut cost a simulation."""
     forward, back, weights = (tuple(sum(times[n][part] for n in stage) for stage in ranges) for part in range(3))
     return Costs(forward, back, weights)
+
+
+def times_by_flops(flops: Sequence[float], again: Sequence[int]) -> list[LayerTimes]:
+    """What layers would take if time went by FLOPs, in any unit.
+
+    flops: forward and backward, which is twice a forward. again: numbers of the layers whose backward runs their
+    forward once more.
+    """
+    return [LayerTimes(cost / 3, cost / 3 * (1 + (number in again)), cost / 3) for number, cost in enumerate(flops)]
 
 
 def divide(
@@ -102,7 +126,58 @@ def divide(
     gains = {name: search.simulate(tuple(cut)).makespan / timeline.makespan for name, cut in others.items()}
     mean = sum(work) / len(work)
     imbalance = max(work) / mean if mean else 1.0
-    return Division(best, tuple(times), timeline.makespan, timeline.bubble, imbalance, gains)
+    return Division(best, plan, tuple(times), timeline.makespan, timeline.bubble, imbalance, gains)
+
+
+def divide_and_plan(
+    times: Sequence[LayerTimes],
+    planner: Planner,
+    others: Mapping[str, tuple[Sequence[range], Plan]],
+    held: Sequence[LayerBytes] | None = None,
+    limit: float | None = None,
+) -> Division:
+    """Returns a cut, and the plan that is made for its times: never slower on paper than that for equal times.
+
+    It is cut as `divide` cuts, by the plan for equal times. others: cuts with the plans that they would run. limit:
+    where a plan does not fit, it is made for fewer micro-batches on a rank. Raises ValueError where none fits.
+    """
+    equal = planner(None, None)
+    cuts = {name: cut for name, (cut, _) in others.items()}
+    most, found = _widest(equal, lambda most: divide(times, planner(None, most), cuts, held, limit))
+
+    def plan_for_times(most: float | None) -> Plan:
+        plan = planner(found.costs, most)
+        excess, _ = _Search(times, plan, held, limit).price(found.ranges)
+        if excess:
+            raise ValueError(f"{excess:.0f} bytes above the limit")
+        return plan
+
+    with contextlib.suppress(ValueError):  # with two chunks a rank the search may need more than equal times do
+        within, plan = _widest(equal, plan_for_times)
+        timeline = simulate(plan, found.costs)
+        if timeline.makespan <= found.seconds * (1 + _BETTER):
+            found, most = replace(found, plan=plan, seconds=timeline.makespan, bubble=timeline.bubble), within
+    gains = {
+        name: simulate(plan, stage_costs(times, cut)).makespan / found.seconds for name, (cut, plan) in others.items()
+    }
+    return replace(found, gains=gains, limit=most)
+
+
+def _widest(plan: Plan, attempt: Callable[[float | None], _Result]) -> tuple[float | None, _Result]:
+    """What `attempt` gives for the most micro-batches on a rank with which it does, and how many these are: None for
+    those of `plan`. Raises its ValueError where it does not give anything for one."""
+    try:
+        return None, attempt(None)
+    except ValueError:
+        fits, found = plan.chunks, attempt(1.0)
+    fails = round(max(peak_activations(plan, rank) for rank in range(plan.stages)) * plan.chunks)
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        try:
+            fits, found = middle, attempt(middle / plan.chunks)
+        except ValueError:
+            fails = middle
+    return fits / plan.chunks, found
 
 
 class _Search:

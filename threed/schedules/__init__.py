@@ -42,8 +42,9 @@ __all__ = [
     "NOT_YET", "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "absolute", "available", "build",
     "check_name", "check_rendezvous", "chimera", "chunks_are_free", "closest", "draw", "dualpipe", "dualpipev",
     "forward_only", "from_csv", "gpipe", "interleaved", "legal", "lower", "names_file", "one_f_one_b", "own_chunks",
-    "peak_activations", "read_csv", "register", "replay", "schedule", "simulate", "span_and_bubble", "stack", "svg",
-    "time_between_steps", "to_csv", "together", "v_half", "v_min", "validate", "zb_auto", "zb_h1", "zb_h2", "zb_v",
+    "peak_activations", "plans_by_times", "read_csv", "register", "replay", "schedule", "simulate", "span_and_bubble",
+    "stack", "svg", "time_between_steps", "to_csv", "together", "v_half", "v_min", "validate", "zb_auto", "zb_h1",
+    "zb_h2", "zb_v",
 ]  # fmt: skip
 
 ScheduleName = Literal[
@@ -59,6 +60,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Plan])
 class _Entry(NamedTuple):
     fn: Callable[..., Plan]
     chunks: int | None
+    by_times: bool = False  # whether `fn` takes costs and a limit too
 
 
 # The one thing here that changes after import, and only by `register`: names exist per process, like imported modules.
@@ -71,7 +73,7 @@ _SCHEDULES = {
     "zb-v": _Entry(zb_v, 2),
     "v-half": _Entry(v_half, 2),
     "v-min": _Entry(v_min, 2),
-    "zb-auto": _Entry(planned, None),
+    "zb-auto": _Entry(planned, None, by_times=True),
     "chimera": _Entry(chimera, 2),
     "dualpipe": _Entry(dualpipe, 2),
     "dualpipev": _Entry(dualpipev, 2),
@@ -109,6 +111,11 @@ def chunks_are_free(name: str) -> bool:
     return name in _SCHEDULES and _SCHEDULES[name].chunks is None
 
 
+def plans_by_times(name: str) -> bool:
+    """Whether `build` takes costs and a limit for a schedule, which then looks for the best plan with these."""
+    return name in _SCHEDULES and _SCHEDULES[name].by_times
+
+
 def register(name: str, fn: Callable[..., Plan], chunks: int | None = 1) -> None:
     """Makes a schedule available by name.
 
@@ -138,20 +145,28 @@ def _is_again(old: Callable[..., Plan], new: Callable[..., Plan]) -> bool:
     return len(names) == len(files) == 1 and None not in names | files and "<lambda>" not in str(names)
 
 
-def build(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Plan:
+def build(
+    name: str, stages: int, microbatches: int, chunks: int | None = None,
+    costs: Costs | None = None, limit: float | None = None,
+) -> Plan:  # fmt: skip
     """Returns the plan of a schedule: compute actions only, checked to be legal.
 
     `name` is one of `available()`, or FILE.py:function or FILE.csv. `stages` is the number of pipeline ranks; `chunks`
-    the stages of the model that each holds (default: the schedule's own). Raises ValueError for a name that is not
-    available, and for numbers the schedule cannot have.
+    the stages of the model that each holds (default: the schedule's own). costs, limit: of a schedule that
+    `plans_by_times`, the times of the stages, and the most micro-batches over all its chunks that a rank may hold where
+    the schedule would take more. Raises ValueError for a name that is not available, and for what the schedule cannot
+    have.
     """
     entry = _entry(name)
     if min(stages, microbatches) < 1:
         raise ValueError(f"schedule {name}: {stages} stages and {microbatches} micro-batches: both must be at least 1")
     if chunks is not None and chunks != (entry.chunks or chunks):
         raise ValueError(f"schedule {name}: chunks is {chunks}; this schedule has {entry.chunks}: leave it out")
+    if (costs, limit) != (None, None) and not entry.by_times:
+        raise ValueError(f"schedule {name}: it does not plan by times: leave costs and limit out")
     chosen = () if chunks is None or entry.chunks is not None else (chunks,)
-    plan = entry.fn(stages, microbatches, *chosen)
+    times = {"costs": costs, "limit": limit} if entry.by_times else {}
+    plan = entry.fn(stages, microbatches, *chosen, **times)
     legal(plan)
     return plan
 

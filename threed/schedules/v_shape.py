@@ -199,7 +199,7 @@ class _Tightening:
             if self.taken[rank][time]:
                 return None
             self.taken[rank][time] = 1
-            self._hold(rank, position, range(time, time + 1))
+            self.held[rank][time] += self._change(position)
         self.held = [list(accumulate(changes)) for changes in self.held]
         for time, position, microbatch in actions:
             if not self.moving[0] <= time <= self.moving[1]:
@@ -210,10 +210,13 @@ class _Tightening:
             for positions in by_rank
         ]
 
+    def _change(self, position: int) -> int:
+        """How many activations more the rank holds after this action."""
+        return 1 if position < self.unit.forwards else -1 if position >= self.last else 0
+
     def _hold(self, rank: int, position: int, slots: range) -> None:
-        """Counts an activation of a forward, or one less of a W, in these slots."""
-        change = 1 if position < self.unit.forwards else -1 if position >= self.last else 0
-        held = self.held[rank]
+        """Counts the change of an action in these slots."""
+        change, held = self._change(position), self.held[rank]
         for slot in slots if change else ():
             held[slot] += change
 

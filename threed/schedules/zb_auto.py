@@ -42,7 +42,7 @@ def zb_auto(
     """
     if chunks not in (1, 2):
         raise ValueError(f"schedule zb-auto: chunks is {chunks}; it plans 1, or 2 in the shape of a V")
-    limit = (2 * stages - 1 if chunks == 1 else stages) if limit is None else limit
+    limit = _own_limit(stages, chunks) if limit is None else limit
     if not limit >= 1:
         raise ValueError(f"schedule zb-auto: limit is {limit}; a rank holds at least 1 micro-batch")
     costs = costs or Costs(1, 1, 1)
@@ -57,9 +57,17 @@ def zb_auto(
     return _earliest([found, *known], costs, limit)
 
 
-def planned(stages: int, microbatches: int, chunks: int = 1) -> Plan:
-    """`zb_auto` at its default costs and limit."""
-    return zb_auto(stages, microbatches, chunks=chunks)
+def planned(
+    stages: int, microbatches: int, chunks: int = 1, costs: Costs | None = None, limit: float | None = None
+) -> Plan:
+    """`zb_auto` at its default limit, or at `limit` where that is less."""
+    least = None if limit is None else min(limit, _own_limit(stages, chunks))
+    return zb_auto(stages, microbatches, costs, least, chunks)
+
+
+def _own_limit(stages: int, chunks: int) -> int:
+    """Micro-batches that ZB-H2, or with two chunks ZB-V, keeps on a rank."""
+    return 2 * stages - 1 if chunks == 1 else stages
 
 
 def _earliest(plans: list[Plan], costs: Costs, limit: float) -> Plan:
@@ -177,11 +185,10 @@ def _makespan(found: _Found) -> float:
 
 
 def _play(search: _Search, shapes: list[_Shape], patiences: tuple[float, ...]) -> list[_Found]:
-    tried = (
-        search.attempt(shape.orders(search.flow), patience, shape)
-        for shape in dict.fromkeys(shapes)
-        for patience in patiences
-    )
+    tried = list[_Found | None]()
+    for shape in dict.fromkeys(shapes):
+        orders = None if search.over else shape.orders(search.flow)
+        tried += [search.attempt(orders, patience, shape) for patience in patiences]
     return [found for found in tried if found is not None]
 
 

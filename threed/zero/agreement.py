@@ -23,13 +23,13 @@ def check_configuration(config: Config, world: Axis) -> None:
 
 
 def check_plan(plan: Plan, world: Axis) -> None:
-    """Checks that all ranks have the same plan, where a user's file makes it: of two plans, each waits for messages
-    that the other never sends. Raises ValueError naming the rank. Collective."""
+    """Checks that all ranks have the same plan, where a user's file makes it, or a search by times: of two plans, each
+    waits for messages that the other never sends. Raises ValueError naming the rank. Collective."""
     mine = hashlib.sha256(f"{plan.placement} {plan.ways}\n{plan}".encode()).hexdigest()
     everyone = collectives.exchange(mine, world)
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
-            fix = "its file or function must give the same on all ranks"
+            fix = "its file or function, or the machines' arithmetic, must give the same on all ranks"
             raise ValueError(f"rank {rank} has another plan of schedule {plan.name} than rank 0: {fix}")
 
 
