@@ -218,10 +218,12 @@ def _activations(
 ) -> tuple[int, int]:
     """The most bytes that micro-batches keep at once, and the most with what a pass needs beside them."""
     passes, width = [Pass(chunk) for chunk in chunks], blueprint.layout.policy.param_dtype.itemsize
-    ours = blueprint.plan.ranks[blueprint.topology.axis("pp").index]
-    actions = [part for action in ours if action.kind in COMPUTE for part in action.parts]
-    last = {action.chunk: number for number, action in enumerate(actions) if action.kind in (Kind.B, Kind.W)}
-    now = kept = most = 0
+    plan, rank = blueprint.plan, blueprint.topology.axis("pp").index
+    actions = [part for action in plan.ranks[rank] if action.kind in COMPUTE for part in action.parts]
+    left = plan.is_left(rank, plan.microbatches - 1)
+    ours = [(n, a) for n, a in enumerate(actions) if a.kind in (Kind.B, Kind.W) and not (left and a.microbatch >= 0)]
+    last = {(action.chunk, action.microbatch >= 0): number for number, action in ours}.values()
+    now = kept = most = passes[0].kept * (plan.begun[rank] if plan.begun else 0)
     units = list(itertools.accumulate((len(chunk) for chunk in chunks), initial=0))
     for number, action in enumerate(actions):
         one, whole = passes[action.chunk], gathered[action.chunk]
@@ -233,7 +235,7 @@ def _activations(
             most, now = max(most, now + reductions.standing), now - one.kept
             reductions.standing = max(reductions.standing, reductions.left if reductions.always else 0)
             continue
-        leaving = reductions.always or number == last[action.chunk]
+        leaving = reductions.always or number in last
         first = units[action.chunk]
         for unit, (nbytes, numel) in enumerate(zip(one.backward, whole.backward, strict=True), first):
             beside = numel * width + (reductions.during[unit] if leaving else 0)

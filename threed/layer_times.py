@@ -41,7 +41,7 @@ from threed.planner.measured import Division, LayerBytes, LayerTimes, divide
 from threed.planner.memory import optimizer_bytes
 from threed.planner.partition import balanced, uniform
 from threed.precision import dtype
-from threed.schedules import Plan
+from threed.schedules import Plan, is_asynchronous
 from threed.topology import Axis, Topology
 from threed.zero.setup import rule
 
@@ -297,4 +297,6 @@ def _state_bytes(config: Config, shards: int, device: torch.device) -> float:
     params = 0 if zero.offload_params in away else width / (shards if zero.stage == 3 else 1)
     grads = dtype(config.precision.grad_dtype or "fp32").itemsize / (shards if zero.stage >= 2 else 1)
     optimizer = optimizer_bytes(width, len(rule(config.optim).state_names)) / (shards if zero.stage else 1)
-    return params + grads + (0 if zero.offload_optimizer in away else optimizer)
+    once = params + grads + (0 if zero.offload_optimizer in away else optimizer)
+    again = width + dtype(config.precision.grad_dtype or "fp32").itemsize / (shards if zero.stage else 1)
+    return once + again * is_asynchronous(config.parallel.schedule)

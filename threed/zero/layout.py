@@ -51,7 +51,8 @@ class Policy:
     parameter. arena: gradient buffers are kept from step to step, also under stage 3.
     params_tier: stores slices of parameters under stage 3. optimizer_tier: stores the optimizer's state and, from
     stage 2 on, slices of gradients. By default both are on the device. With a tier, they are slices also on one rank.
-    host: where a tier's values are worked on.
+    host: where a tier's values are worked on. versions: 2 where a step begins before the update of the one before it:
+    of parameters, and a copy of the slices of gradients.
     """
 
     stage: int
@@ -66,6 +67,7 @@ class Policy:
     params_tier: Tier | None = None
     optimizer_tier: Tier | None = None
     host: torch.device = CPU
+    versions: int = 1
 
     @property
     def drives(self) -> set[Drive]:
@@ -185,7 +187,8 @@ class Group:
 
     shard: the axis S that slices are spread over. sums: the axes a slice's gradient is summed over after that.
     owned: whether this rank's slice, among its replicas, is the one that counts (gradient norm, checkpoint).
-    params: the buffer; that of a sliced group has memory only while it is gathered. grads: all gradients, in their
+    params: the buffer; that of a sliced group has memory only while it is gathered. previous: that of the version
+    before, where there are two; else the same. grads: all gradients, in their
     dtype, where they are kept in full, else [0].
     """
 
@@ -196,6 +199,7 @@ class Group:
     sums: tuple[Axis, ...]
     owned: bool
     params: Tensor = field(init=False)
+    previous: Tensor = field(init=False)
     grads: Tensor = field(init=False)
     buckets: list[Bucket] = field(init=False)
 
@@ -208,6 +212,7 @@ class Group:
     def nbytes(self) -> int:
         """Bytes of memory that the parameters take between steps."""
         held = [self.params] if not self.sliced else [bucket.own for bucket in self.buckets]
+        held += [self.previous] if self.previous is not self.params else []
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
     def view(self, slot: Slot, buffer: Tensor) -> Tensor:
@@ -342,6 +347,8 @@ def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
     group.params = make(group.numel, dtype=policy.param_dtype, device=device)
     for slot in group.slots:
         slot.settle(group.view(slot, group.params))
+    twice = group.key.trainable and policy.versions > 1
+    group.previous = torch.zeros_like(group.params) if twice else group.params
     slices = group.key.trainable and policy.slices_gradients
     whole = group.key.trainable and not slices
     group.grads = torch.zeros(group.numel if whole else 0, dtype=policy.grad_dtype, device=device)
@@ -352,7 +359,8 @@ def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
     for bucket in group.buckets:
         own = slice(bucket.own_first, bucket.own_last)
         bucket.storage = params(bucket.share, policy.param_dtype) if group.sliced else InMemory(group.params[own])
-        bucket.grad = optimizer(bucket.share, policy.grad_dtype) if slices else InMemory(group.grads[own])
+        apart = slices or twice
+        bucket.grad = optimizer(bucket.share, policy.grad_dtype) if apart else InMemory(group.grads[own])
 
 
 def _windows(group: Group, elements: int) -> Iterator[Bucket]:

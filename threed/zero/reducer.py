@@ -15,10 +15,9 @@ is lost, and none is counted twice.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -36,7 +35,7 @@ from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.norm import squares
 from threed.zero.others import left
 from threed.zero.sink import EVER, Sink, taken_by, too_late
-from threed.zero.unused import Unused
+from threed.zero.unused import Unused, warn_of_unused
 
 
 @dataclass(eq=False)
@@ -278,6 +277,25 @@ class Reducer:
 
     def finish(self) -> list[Gradient]:
         """Ends the step: returns each bucket's slice of the summed gradients, in bucket order."""
+        self._end_passes()
+        return self._sum_rest()
+
+    def close(self) -> Callable[[], list[Gradient]]:
+        """Ends the step as `finish` does, but waits for no other stage: returns what waits, and gives the slices. The
+        next step may `begin` before that is called; it must not end before, and slices need memory of their own."""
+        self._end_passes()
+        squares, self._squares = self._squares, {}
+        rest = [self._in_flight_over(bucket, axes) for bucket in self._in_order() if (axes := later_sums(bucket))]
+
+        def gradients() -> list[Gradient]:
+            self._in_flight.extend(rest)
+            self._complete_all()
+            self._squares = {**squares, **self._squares}
+            return [self._gradient(bucket) for bucket in self.layout.buckets]
+
+        return gradients
+
+    def _end_passes(self) -> None:
         self.all_passes_ended()
         self._complete_all()
         if self.layout.slices_parameters:
@@ -289,21 +307,28 @@ class Reducer:
         if self.unused is not None:
             self.unused.agree({sink.slot for sink in self.sinks if sink.used})
         elif self._learning:
-            self._warn_of_unused()
+            warn_of_unused(self.layout, {sink.slot for sink in self.sinks if not sink.used}, self.warns)
         self._ended, self._learning = 0, False
-        return self._sum_rest()
 
     def _sum_rest(self) -> list[Gradient]:
-        """Sums each bucket's slice over the remaining axes, and returns the slices. The order is that of groups,
-        the same on all ranks that share one; in the order of completion stages could deadlock."""
-        for bucket in (bucket for group in self.layout.groups if group.key.trainable for bucket in group.buckets):
+        """Sums each bucket's slice over the remaining axes, and returns the slices."""
+        for bucket in self._in_order():
             if axes := later_sums(bucket):
                 self._limit_in_flight(bucket)
-                staged = bucket.grad.fetch()
-                pending = self._sum_over(start_copy_in(staged.wait(), bucket.group.params.device), axes)
-                self._in_flight.append(InFlight(bucket, None, pending, staged, add=False, complete=True))
+                self._in_flight.append(self._in_flight_over(bucket, axes))
         self._complete_all()
         return [self._gradient(bucket) for bucket in self.layout.buckets]
+
+    def _in_order(self) -> Iterator[Bucket]:
+        """The buckets in the order of groups, the same on all ranks that share one; in the order of completion stages
+        could deadlock."""
+        return (bucket for group in self.layout.groups if group.key.trainable for bucket in group.buckets)
+
+    def _in_flight_over(self, bucket: Bucket, axes: tuple[Axis, ...]) -> InFlight:
+        """Begins to sum a bucket's slice over the remaining axes."""
+        staged = bucket.grad.fetch()
+        pending = self._sum_over(start_copy_in(staged.wait(), bucket.group.params.device), axes)
+        return InFlight(bucket, None, pending, staged, add=False, complete=True)
 
     def _gradient(self, bucket: Bucket) -> Gradient:
         if bucket not in self._squares:  # the step had fewer micro-batches than announced
@@ -327,19 +352,6 @@ class Reducer:
         for slot, grad in left(self._sinks):
             slot.param.grad = None
             self.keep_aside(slot, grad.to_dense() if grad.is_sparse else grad)
-
-    def _warn_of_unused(self) -> None:
-        """Warns of the parameters that no rank used in the first step."""
-        policy = self.layout.policy
-        own = {slot for group in self.layout.groups if not group.key.tied for slot in group.slots}
-        never = {sink.slot.spec.name for sink in self.sinks if not sink.used and sink.slot in own}
-        for axis in (policy.shard, policy.replicas):
-            never.intersection_update(*collectives.exchange(sorted(never), axis))
-        if never and self.warns and policy.shard.index == policy.replicas.index == 0:
-            names = ", ".join(sorted(never))
-            warnings.warn(
-                f"no gradient came to {names} in the first step: they change by weight decay only", stacklevel=2
-            )
 
     def keep_aside(self, slot: Slot, grad: Tensor) -> None:
         """Adds a late gradient to those set aside in this step."""
