@@ -13,92 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.configs import VOCAB, Case, batch, config_of, share
+from tests.configs import Case, batch, config_of
 from tests.configs import engine_of as engine_of_config
 from tests.harness import run_ranks
 from tests.test_schedules_training import Counter
 from tests.test_step import data, poison_sink, with_
-from threed import schedules
-from threed.checks import find_problems
-from threed.config import Config, ConfigError
 from threed.engine import Engine, StepMetrics
-from threed.schedules import Action, Costs, Kind, Plan, drain, first, lower, simulate, two_bw, validate
 from threed.sharding import slices
-from threed.zero.records import WEIGHT, records
+from threed.zero.records import WEIGHT, read, records
 from threed.zero.update import Update
 
 STEPS = 5
 TOLERANCE = 1e-9  # fp64: the order of sums is all that differs
 Weights = dict[str, Tensor]
-
-# ------------------------------------------------------------------------------------------------------------ the plan
-
-
-def renumbered(actions: Sequence[Action], by: int) -> list[Action]:
-    return [action._replace(microbatch=action.microbatch + by) for action in actions]
-
-
-def test_steps_one_after_the_other_are_1f1b_without_an_end() -> None:
-    for p, m, steps in itertools.product(range(1, 6), range(1, 9), range(1, 4)):
-        if m < p:
-            continue
-        plan, endless = two_bw(p, m), schedules.one_f_one_b(p, m * steps)
-        parts = [first(plan), *[plan] * (steps - 1), drain(plan)]
-        for rank in range(p):
-            whole = [renumbered(part.ranks[rank], m * number) for number, part in enumerate(parts)]
-            assert tuple(itertools.chain(*whole)) == endless.ranks[rank]
-
-
-def test_a_step_waits_for_nothing_and_holds_what_1f1b_does() -> None:
-    for p, m in itertools.product((1, 2, 3, 4, 8, 16), (1, 2, 3, 4, 8, 16, 32)):
-        if m < p:
-            with pytest.raises(ValueError, match=f"{m} micro-batches; {p} stages need at least {p}"):
-                schedules.build("2bw", p, m)
-            continue
-        plan = schedules.build("2bw", p, m)
-        for part in (plan, first(plan), drain(plan)):
-            validate(part)
-            validate(lower(part))
-        timeline = simulate(plan, Costs(1, 1.5, 0.5))
-        assert timeline.bubble == 0
-        assert timeline.span == m * 3
-        assert timeline.peak_activations == tuple(range(p, 0, -1))
-        assert timeline.messages == simulate(schedules.one_f_one_b(p, m), Costs(1, 1, 1)).messages
-
-
-def test_a_lowered_step_in_full() -> None:
-    plan = two_bw(2, 3)
-    assert str(lower(plan)) == (
-        "rank 0: F0.0 SF0.0 B0.-1 REDUCE0 NORM0 F0.1 SF0.1 RB0.0 B0.0 F0.2 SF0.2 RB0.1 B0.1 UPDATE0 RB0.2\n"
-        "rank 1: RF0.0 F0.0 NORM0 B0.0 RF0.1 SB0.0 F0.1 B0.1 RF0.2 SB0.1 F0.2 UPDATE0 B0.2 SB0.2 REDUCE0"
-    )
-    assert str(lower(drain(plan))) == "rank 0: B0.-1 REDUCE0 NORM0 UPDATE0\nrank 1: NORM0 UPDATE0"
-
-
-def test_what_is_wrong_with_an_asynchronous_plan_is_said() -> None:
-    plan = lower(two_bw(2, 3))
-
-    def moved(rank: int, text: str, to: int) -> Plan:
-        actions = list(plan.ranks[rank])
-        actions.insert(to, actions.pop(actions.index(Action.parse(text))))
-        return replace(plan, ranks=tuple(tuple(actions) if r == rank else a for r, a in enumerate(plan.ranks)))
-
-    wrong = {
-        r"rank 0: NORM0 appears before REDUCE0": moved(0, "NORM0", 0),
-        r"rank 0: UPDATE0 appears before NORM0": moved(0, "UPDATE0", 0),
-        r"rank 1: UPDATE0 appears after B0\.2, which overwrites gradients": moved(1, "UPDATE0", 17),
-        r"rank 0: B0\.0 appears before REDUCE0 of the step before": moved(0, "REDUCE0", 9),
-        r"deadlocks: rank 0 at UPDATE0 with all ranks; rank 1 at RF0\.1 with rank 0": moved(0, "UPDATE0", 5),
-        r"rank 0: B0\.-1 needs|rank 0 has B0\.-1 behind it": replace(plan, begun=(0, 1)),
-        r"rank 0: UPDATE0 without a step before": replace(first(plan), ranks=(plan.ranks[0][-2:], ())),
-        r"there are 3 micro-batches": replace(plan, left=(4, 0)),
-    }
-    for message, one in wrong.items():
-        with pytest.raises(ValueError, match=message):
-            validate(one)
-    with pytest.raises(ValueError, match="it cannot be written as CSV"):
-        schedules.to_csv(two_bw(2, 3))
-
 
 # ------------------------------------------------------------------------------------------------------------ the rule
 
@@ -261,3 +188,136 @@ def test_training_follows_the_rule_in_other_combinations() -> None:
         )
         for n, ((pp, dp, tp), model, way, zero) in enumerate(options)
     ])  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- drained in between
+
+
+def bits(engine: Engine) -> list[Tensor]:
+    """Everything that steps change: both versions of the weights, moments, and counters. Drains."""
+    engine.full_state_dict()
+    held = [values.clone() for _, values in read(engine.optimizer, list(records(engine.optimizer)))]
+    return [*held, engine.optimizer.updates.clone(), torch.tensor([engine.steps, engine.consumed])]
+
+
+def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def drain_on_the_way(case: Case, folder: str) -> dict[str, bool]:
+    """What holds of a run that is evaluated, read and saved, of one that goes on from there, and one of 1F1B."""
+    plain, read_, found = engine_of(case), engine_of(case), {}
+    losses, end = [plain.step(data(plain, step)).loss for step in range(STEPS)], bits(plain)
+    again = [read_.step(data(read_, step)).loss for step in range(2)]
+    read_.evaluate(data(read_, 9))
+    again.append(read_.step(data(read_, 2)).loss)
+    assert read_.asynchronous is not None
+    assert read_.asynchronous.open
+    path = read_.save(f"{folder}/{case.world}")
+    assert not read_.asynchronous.open
+    before = bits(read_)
+    again += [read_.step(data(read_, step)).loss for step in (3, 4)]
+    found["draining changes nothing"] = same(bits(read_), end) and again == losses
+    resumed = engine_of(case)
+    resumed.step(data(resumed, 7))  # open while it loads
+    resumed.load(path)
+    found["what is saved is loaded"] = same(bits(resumed), before)
+    third = [resumed.step(data(resumed, step)).loss for step in (3, 4)]
+    found["a resumed run is the same"] = same(bits(resumed), end) and third == losses[3:]
+    other = engine_of(replace(case, schedule="1f1b"))
+    other.load(path)
+    other.step(data(other, 3))
+    resumed.load(other.save(f"{folder}/{case.world}-other"))
+    assert resumed.optimizer.versions is not None
+    found["both versions are what 1F1B saved"] = all(
+        torch.equal(group.params, group.previous) for group in resumed.layout.groups
+    )
+    resumed.step(data(resumed, 4))
+    return found
+
+
+@pytest.mark.parametrize("case", [replace(BW, pp=2, dropout=0.1), replace(BW, pp=2, dp=2, dtype="bf16")], ids=str)
+def test_draining_changes_nothing_and_a_resumed_run_is_the_same(case: Case, tmp_path: Path) -> None:
+    for found in run_ranks(case.world, drain_on_the_way, case, str(tmp_path)):
+        assert all(found.values()), found
+
+
+def resume_elsewhere(case: Case, path: str, steps: Sequence[int], save: bool) -> tuple[list[float], Weights]:
+    engine = engine_of(case)
+    if not save:
+        engine.load(path)
+    losses = [engine.step(data(engine, step)).loss for step in steps]
+    if save:
+        engine.save(path)
+        losses += [engine.step(data(engine, step)).loss for step in (3, 4)]
+    return losses, {name: tensor.clone() for name, tensor in engine.full_state_dict().items()}
+
+
+def test_a_run_resumes_in_another_topology(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    losses, weights = run_ranks(2, resume_elsewhere, replace(BW, pp=2), path, range(3), True)[0]
+    for case in (BW, replace(BW, pp=2, tp=2)):
+        again, found = run_ranks(case.world, resume_elsewhere, case, path, (3, 4), False)[0]
+        assert again == pytest.approx(losses[3:], abs=TOLERANCE)
+        assert max(float((found[name] - weights[name]).abs().max()) for name in weights) <= TOLERANCE
+
+
+def vary(case: Case) -> list[float]:
+    """Batches of other lengths, and of other numbers of micro-batches."""
+    engine, made = engine_of(case), []
+    for step, (rows, length) in enumerate([(8, 16), (8, 8), (12, 8), (8, 16)]):
+        made.append(engine.step({key: value[:, :length] for key, value in batch(step, rows).items()}).loss)
+    return [*made, float(engine.evaluate(batch(9, 8)))]
+
+
+def test_batches_may_vary() -> None:
+    (alone,), (apart, _) = run_ranks(1, vary, BW), run_ranks(2, vary, replace(BW, pp=2))
+    assert apart == pytest.approx(alone, abs=TOLERANCE)
+
+
+def break_a_step(case: Case, path: str) -> None:
+    engine = engine_of(case)
+    engine.step(data(engine))
+    engine.save(path)
+    saved = bits(engine)
+    engine.step(data(engine, 1))
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    handle = engine.executor.stages[0].layers[1].register_forward_hook(broken)
+    with pytest.raises(ZeroDivisionError):
+        engine.step(data(engine, 2))
+    handle.remove()
+    for use in (lambda: engine.step(data(engine, 2)), lambda: engine.save(path), engine.full_state_dict):
+        with pytest.raises(RuntimeError, match=r"broke off .* load a checkpoint"):
+            use()
+    engine.load(path)
+    assert same(bits(engine), saved)
+    engine.step(data(engine, 1))
+
+
+def test_a_step_that_broke_off_is_neither_saved_nor_trained_on(tmp_path: Path) -> None:
+    run_ranks(1, break_a_step, BW, str(tmp_path / "saved"))
+
+
+def most_alive(case: Case) -> tuple[int, int]:
+    """The most inputs of a linear layer that were alive at once in three steps; and after a drain."""
+    engine, most = engine_of(case), 0
+    block = next(layer for layer in engine.executor.stages[0].layers if hasattr(layer, "mlp"))
+    counter = Counter(block.mlp.down)
+
+    def look(*_: Any) -> None:
+        nonlocal most
+        most = max(most, counter.alive())
+
+    block.mlp.down.register_forward_pre_hook(look)
+    for step in range(3):
+        engine.step(data(engine, step))
+    engine.full_state_dict()
+    return most, counter.alive()
+
+
+def test_live_activations_are_as_many_as_the_plan_says() -> None:
+    case = replace(BW, pp=4, layers=4, model="llama", partition=(2, 1, 1, 2))
+    assert run_ranks(4, most_alive, case) == [(4, 0), (3, 0), (2, 0), (1, 0)]
