@@ -104,7 +104,8 @@ class Asynchronous:
         """Begins the sum of the gradients' norm."""
         with self._timed(1):
             none = torch.zeros(0, dtype=torch.float64, device=self.optimizer.updates.device)
-            self._end = self.optimizer.begin(self._gradients(), none)
+            gradients, self._gradients = self._gradients, list  # else their sums would stay in memory
+            self._end = self.optimizer.begin(gradients(), none)
 
     def update(self) -> None:
         """Waits for it, and updates the weights."""

@@ -220,9 +220,8 @@ def _activations(
     passes, width = [Pass(chunk) for chunk in chunks], blueprint.layout.policy.param_dtype.itemsize
     plan, rank = blueprint.plan, blueprint.topology.axis("pp").index
     actions = [part for action in plan.ranks[rank] if action.kind in COMPUTE for part in action.parts]
-    left = plan.is_left(rank, plan.microbatches - 1)
-    ours = [(n, a) for n, a in enumerate(actions) if a.kind in (Kind.B, Kind.W) and not (left and a.microbatch >= 0)]
-    last = {(action.chunk, action.microbatch >= 0): number for number, action in ours}.values()
+    last = {(a.chunk, a.microbatch >= 0): n for n, a in enumerate(actions) if a.kind in (Kind.B, Kind.W)}
+    ending = [number for (_, own), number in last.items() if not (own and plan.is_left(rank, plan.microbatches - 1))]
     now = kept = most = passes[0].kept * (plan.begun[rank] if plan.begun else 0)
     units = list(itertools.accumulate((len(chunk) for chunk in chunks), initial=0))
     for number, action in enumerate(actions):
@@ -235,14 +234,15 @@ def _activations(
             most, now = max(most, now + reductions.standing), now - one.kept
             reductions.standing = max(reductions.standing, reductions.left if reductions.always else 0)
             continue
-        leaving = reductions.always or number in last
+        leaving = reductions.always or number in ending
         first = units[action.chunk]
         for unit, (nbytes, numel) in enumerate(zip(one.backward, whole.backward, strict=True), first):
             beside = numel * width + (reductions.during[unit] if leaving else 0)
             most = max(most, now - one.kept + nbytes + beside)
         now -= 0 if action.kind is Kind.I else one.kept
         reductions.standing = max(reductions.standing, reductions.left if reductions.always else 0)
-    return kept, max(most, reductions.end)
+    waits = plan.asynchronous and plan.begun[rank] < plan.before  # for the sums of another stage
+    return kept, max(most + reductions.waiting * waits, reductions.end)
 
 
 def _activations_by_layer(
@@ -348,8 +348,8 @@ class Pass:
 class _Reductions:
     """ZeRO's reducer, run with gradients that are shapes only: bytes that it needs beside the layout's storages.
 
-    during: while and after each unit's backward. end: at the end of a step. always: in every backward, not only in the
-    last one; then `left` stay in between.
+    during: while and after each unit's backward. end: at the end of a step. waiting: before that, for other stages.
+    always: in every backward, not only in the last one; then `left` stay in between.
     """
 
     def __init__(self, blueprint: Blueprint, states: Sequence[State]) -> None:
@@ -382,7 +382,9 @@ class _Reductions:
         self.left = watch.begin()
         for label in traffic if self.always else ():
             traffic[label] += (traffic[label] - before[label]) * (blueprint.plan.microbatches - rounds)
-        reducer.finish()
+        finish = reducer.close() if blueprint.plan.asynchronous else reducer.finish
+        self.waiting = watch.bytes()
+        finish()
         self.end = watch.most
 
     def _backward(self, reducer: Reducer, layout: Layout, units: range, watch: Watch) -> None:
