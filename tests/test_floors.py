@@ -46,7 +46,6 @@ FLOORS = {
     "threed.data": 5,
     "threed.monitor": 5,
     "threed.ds_config": 5,
-    "threed.asynchronous": 6,
     "threed.batches": 6,
     "threed.engine": 6,
     "threed.metrics": 6,

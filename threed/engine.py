@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from threed import buffers, collectives
-from threed.asynchronous import Asynchronous
 from threed.batches import Batch, Batches
 from threed.blueprint import Blueprint
 from threed.checkpoint import fit, native
@@ -46,6 +45,7 @@ from threed.precision import LossScale
 from threed.sharding import Box, Piece, initial
 from threed.topology import Topology
 from threed.zero import agreement, records, setup, table
+from threed.zero.asynchronous import Asynchronous
 from threed.zero.by_hand import Changes
 from threed.zero.gather import BY_HAND, Gatherer
 from threed.zero.hooks import Hooks
@@ -107,7 +107,7 @@ class Engine:
         )  # fmt: skip
         self.asynchronous: Asynchronous | None = None
         if blueprint.plan.asynchronous:
-            self.asynchronous = Asynchronous(blueprint, self.reducer, self.optimizer)
+            self.asynchronous = Asynchronous(blueprint.lowered, self.reducer, self.optimizer)
         agreement.check_buckets(self.layout, topology)
         if self.wrapped is not None:
             self.wrapped.agree(topology.axis("dp"), topology.device)
@@ -187,7 +187,7 @@ class Engine:
                     if self.asynchronous is None:
                         losses = self.executor.run(self.blueprint.lowered(len(micros)), micros)
                     else:
-                        losses = self.asynchronous.run(self.executor, micros)
+                        losses = self.asynchronous.run(self.executor.run, micros)
                 break
             except Outdated:  # the update before this step was undone, and done again
                 rewind()
@@ -333,7 +333,7 @@ class Engine:
         """Brings the last step to its end: the weights are what they will be. Collective."""
         self.optimizer.validate()
         if self.asynchronous is not None:
-            self.asynchronous.drain(self.executor)
+            self.asynchronous.drain(self.executor.run)
 
     def _forwards_ended(self) -> None:
         if self.hooks is not None:

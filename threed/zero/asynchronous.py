@@ -1,9 +1,9 @@
 """Steps that overlap: a batch's last backwards run between the next one's first forwards (PipeDream-2BW).
 
-    steps    = Asynchronous(blueprint, reducer, optimizer)
+    steps    = Asynchronous(blueprint.lowered, reducer, optimizer)
     executor = Executor(..., steps.all_passes_ended, updates=steps)
-    losses   = steps.run(executor, micro_batches)       # makes the update of the batch before
-    steps.drain(executor)                               # that of the last batch
+    losses   = steps.run(executor.run, micro_batches)       # makes the update of the batch before
+    steps.drain(executor.run)                               # that of the last batch
 
 A batch runs with one version of the weights: the newest one when it begins. The update of the batch before comes while
 it runs, and makes the version that the next one begins with. So an update's gradients are of weights that are one
@@ -23,26 +23,27 @@ import torch
 from torch import Tensor
 
 from threed import collectives
-from threed.blueprint import Blueprint
 from threed.layers import MicroBatch
-from threed.pipeline.executor import Executor
 from threed.schedules import Plan, drain, first
 from threed.zero.gradients import Gradient
 from threed.zero.optimizer import Optimizer
 from threed.zero.reducer import Reducer
 from threed.zero.update import Update
 
+Run = Callable[[Plan, Sequence[MicroBatch]], list[Tensor]]  # a plan, as `Executor.run`
+
 
 class Asynchronous:
     """Runs asynchronous plans, and makes their updates when the executor comes to them.
 
+    lowered(count, part=): a step's plan with its communication, of so many micro-batches, or a part of it.
     open: the micro-batches of the last step, while its update is not made; else 0. seconds: host time of the last
     plan's reductions, and of its update.
     """
 
-    def __init__(self, blueprint: Blueprint, reducer: Reducer, optimizer: Optimizer) -> None:
+    def __init__(self, lowered: Callable[..., Plan], reducer: Reducer, optimizer: Optimizer) -> None:
         assert optimizer.versions is not None
-        self.blueprint, self.reducer, self.optimizer, self.versions = blueprint, reducer, optimizer, optimizer.versions
+        self.lowered, self.reducer, self.optimizer, self.versions = lowered, reducer, optimizer, optimizer.versions
         self.open = 0
         self.seconds = [0.0, 0.0]
         self._running = 0  # micro-batches of the step that runs
@@ -52,29 +53,29 @@ class Asynchronous:
         zero, one = torch.zeros_like(optimizer.updates), torch.ones_like(optimizer.updates)
         self._last = Update(zero, one, zero, one, zero, zero, zero[None])
 
-    def run(self, executor: Executor, micros: Sequence[MicroBatch]) -> list[Tensor]:
+    def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs a step: what the last one has left, and the micro-batches as far as they are not left to the next.
         Returns their losses on the last stage."""
         count = len(micros)
         if self.open not in (0, count):
-            self.drain(executor)
+            self.drain(run)
         if not self.open:
             self.reducer.begin(count)
-        return self._run(executor, self.blueprint.lowered(count, part=None if self.open else first), micros)
+        return self._run(run, self.lowered(count, part=None if self.open else first), micros)
 
-    def drain(self, executor: Executor) -> None:
+    def drain(self, run: Run) -> None:
         """Runs what the last step has left, and makes its update; layers read the newest weights then."""
         if self.open:
             with torch.inference_mode(False):
-                self._run(executor, self.blueprint.lowered(self.open, part=drain), ())
+                self._run(run, self.lowered(self.open, part=drain), ())
         self.versions.show(newest=True)
 
-    def _run(self, executor: Executor, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
+    def _run(self, run: Run, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
         self.optimizer.check_whole()
         before, self.open, self._running = self.open, 0, len(micros)
         self._updated, self.seconds = not before, [0.0, 0.0]
         try:
-            losses = executor.run(plan, micros)
+            losses = run(plan, micros)
         except BaseException:
             self.optimizer.tear()  # gradients of two batches are lost
             raise
@@ -84,7 +85,8 @@ class Asynchronous:
     def results(self, carry: Tensor) -> Callable[[], Update]:
         """Begins to sum numbers of a step over all ranks, fp64 [k]; returns what gives them, with the results of the
         newest update."""
-        sums, last = collectives.start_sum_of_scalars(carry, self.optimizer.everyone), self._last
+        sums = collectives.start_sum_of_scalars(carry, self.optimizer.everyone)
+        last = replace(self._last, skips=self.optimizer.skips.clone())
         return lambda: replace(last, sums=sums.wait())
 
     # ------------------------------------------------------------------------------------ what the executor comes to
