@@ -23,7 +23,7 @@ from threed.sharding import slices
 from threed.zero.records import WEIGHT, read, records
 from threed.zero.update import Update
 
-STEPS = 5
+STEPS = 4
 TOLERANCE = 1e-9  # fp64: the order of sums is all that differs
 Weights = dict[str, Tensor]
 
@@ -145,14 +145,12 @@ def compare(cases: Sequence[tuple[Case, Way, int | None]], truths: Sequence[Trut
 BW = Case(schedule="2bw", microbatches=4)
 CASES: list[tuple[Case, Way, int | None]] = [
     (replace(BW, dropout=0.1), Way("sgd"), None),
-    (replace(BW, pp=2, dropout=0.1), Way("sgd"), None),
-    (replace(BW, pp=2, model="llama", recompute="full"), Way(), 2),
-    (replace(BW, pp=2, dp=2, dropout=0.1, bucket_mib=0.02), Way(), None),
+    (replace(BW, pp=2, dropout=0.1, recompute="full"), Way("sgd"), None),
+    (replace(BW, pp=2, dp=2, bucket_mib=0.02), Way(), 1),
     (replace(BW, pp=2, dp=2, zero=0, model="llama", recompute="half"), Way("sgd", 0.0), None),
-    (replace(BW, pp=2, tp=2, sequence=True, dropout=0.1), Way("sgd"), None),
-    (replace(BW, pp=2, tp=2, model="llama", recompute="selective"), Way(), 2),
+    (replace(BW, pp=2, tp=2, sequence=True, dropout=0.1, recompute="selective"), Way("sgd"), None),
     (replace(BW, pp=4, dropout=0.1, bucket_mib=0.02), Way("sgd"), None),
-    (replace(BW, pp=4, model="qwen-tied", recompute="cpu", microbatches=8), Way(), None),
+    (replace(BW, pp=4, model="qwen-tied", microbatches=8), Way(), None),
 ]
 
 
@@ -184,7 +182,7 @@ def test_training_follows_the_rule_in_other_combinations() -> None:
                 dropout=0.1 * (n % 3 > 0), sequence=tp > 1 and n % 2 == 0, bucket_mib=(64.0, 0.02)[n % 2],
                 recompute=("none", "full", "selective", "half")[n % 4],
             ),
-            way, (None, None, 2)[n % 3],
+            way, (None, None, 1)[n % 3],
         )
         for n, ((pp, dp, tp), model, way, zero) in enumerate(options)
     ])  # fmt: skip
@@ -216,13 +214,13 @@ def drain_on_the_way(case: Case, folder: str) -> dict[str, bool]:
     path = read_.save(f"{folder}/{case.world}")
     assert not read_.asynchronous.open
     before = bits(read_)
-    again += [read_.step(data(read_, step)).loss for step in (3, 4)]
+    again.append(read_.step(data(read_, 3)).loss)
     found["draining changes nothing"] = same(bits(read_), end) and again == losses
     resumed = engine_of(case)
     resumed.step(data(resumed, 7))  # open while it loads
     resumed.load(path)
     found["what is saved is loaded"] = same(bits(resumed), before)
-    third = [resumed.step(data(resumed, step)).loss for step in (3, 4)]
+    third = [resumed.step(data(resumed, 3)).loss]
     found["a resumed run is the same"] = same(bits(resumed), end) and third == losses[3:]
     other = engine_of(replace(case, schedule="1f1b"))
     other.load(path)
@@ -249,7 +247,7 @@ def resume_elsewhere(case: Case, path: str, steps: Sequence[int], save: bool) ->
     losses = [engine.step(data(engine, step)).loss for step in steps]
     if save:
         engine.save(path)
-        losses += [engine.step(data(engine, step)).loss for step in (3, 4)]
+        losses.append(engine.step(data(engine, 3)).loss)
     return losses, {name: tensor.clone() for name, tensor in engine.full_state_dict().items()}
 
 
@@ -257,7 +255,7 @@ def test_a_run_resumes_in_another_topology(tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     losses, weights = run_ranks(2, resume_elsewhere, replace(BW, pp=2), path, range(3), True)[0]
     for case in (BW, replace(BW, pp=2, tp=2)):
-        again, found = run_ranks(case.world, resume_elsewhere, case, path, (3, 4), False)[0]
+        again, found = run_ranks(case.world, resume_elsewhere, case, path, (3,), False)[0]
         assert again == pytest.approx(losses[3:], abs=TOLERANCE)
         assert max(float((found[name] - weights[name]).abs().max()) for name in weights) <= TOLERANCE
 
