@@ -10,14 +10,15 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from tests.configs import Case, config_of, topology_of
+from tests.configs import VOCAB, Case, config_of, topology_of
 from tests.harness import run_ranks
 from tests.test_step import with_
 from threed import schedules
 from threed.arguments import load
 from threed.checks import find_problems
-from threed.config import ConfigError
+from threed.config import ConfigError, resolve
 from threed.engine import Engine
+from threed.forecast import Forecast
 from threed.schedules import Action, Costs, Plan, drain, first, lower, simulate, two_bw, validate
 
 # ------------------------------------------------------------------------------------------------------------ the plan
@@ -116,6 +117,16 @@ def test_what_is_wrong_with_an_asynchronous_plan_is_said() -> None:
 def test_what_does_not_go_with_it_is_refused_with_a_fix(flags: str, says: str) -> None:
     config, _ = load(["--parallel.schedule", "2bw", "--parallel.pp", "4", *flags.split()])
     assert says in "\n".join(find_problems(config, 4))
+
+
+def test_the_forecast_counts_and_says_what_it_takes() -> None:
+    ours, theirs = (resolve(with_(config_of(Case(2)), parallel={"schedule": s}), VOCAB, 2) for s in ("2bw", "1f1b"))
+    forecast, plain = Forecast.of(ours, 2), Forecast.of(theirs, 2)
+    assert "versions   a second one of the parameters" in forecast.text()
+    assert forecast.bubble == 0
+    for rank, other in zip(forecast.ranks, plain.ranks, strict=True):
+        for part, times in {"parameters": 2, "gradients": 2, "optimizer": 1, "activations": 1}.items():
+            assert rank.bytes[part] == times * other.bytes[part], part
 
 
 def test_it_is_for_models_of_layers() -> None:
