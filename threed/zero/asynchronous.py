@@ -105,9 +105,8 @@ class Asynchronous:
     def norm(self) -> None:
         """Begins the sum of the gradients' norm."""
         with self._timed(1):
-            none = torch.zeros(0, dtype=torch.float64, device=self.optimizer.updates.device)
             gradients, self._gradients = self._gradients, list  # else their sums would stay in memory
-            self._end = self.optimizer.begin(gradients(), none)
+            self._end = self.optimizer.begin(gradients())
 
     def update(self) -> None:
         """Waits for it, and updates the weights."""

@@ -88,14 +88,16 @@ class Optimizer:
         carry: fp64 [k], numbers of this rank (its loss), summed over all ranks in the same all-reduce as the norm. An
         optimistic update does not wait for that: whoever asks for the results does.
         """
+        mine = self._share(gradients, carry)
         if self.optimistic is not None:
-            return self.optimistic.step(gradients, self._share(gradients, carry))
-        update = self.begin(gradients, carry)()
+            return self.optimistic.step(gradients, mine)
+        update = self.before().with_sums(collectives.sum_of_scalars(mine, self.everyone))
+        self.apply(gradients, update)
         return lambda: update
 
-    def begin(self, gradients: Sequence[Gradient], carry: Tensor) -> Callable[[], Update]:
-        """Begins the sum over all ranks, as in `step`; returns what waits for it, updates and gives the results."""
-        mine = self._share(gradients, carry)
+    def begin(self, gradients: Sequence[Gradient]) -> Callable[[], Update]:
+        """Begins the sum over all ranks, without a carry; returns what waits for it, updates and gives the results."""
+        mine = self._share(gradients, torch.zeros(0, dtype=torch.float64, device=self.updates.device))
         before, pending = self.before(), collectives.start_sum_of_scalars(mine, self.everyone)
 
         def end() -> Update:
