@@ -196,7 +196,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--microbatches", type=int, default=None, help="by default three times the stages")
-    parser.add_argument("--schedules", nargs="+", default=[n for n in schedules.available() if n != "forward-only"])
+    names = [name for name in schedules.available() if not schedules.is_asynchronous(name)]
+    parser.add_argument("--schedules", nargs="+", default=names)
     parser.add_argument("--unit-ms", type=float, default=30.0, help="of a forward over all chunks of a rank")
     parser.add_argument("--ratios", type=float, nargs=2, default=(1.0, 1.0), help="of the two backwards to a forward")
     parser.add_argument("--elements", type=int, default=4096, help="numbers in a message")

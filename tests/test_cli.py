@@ -32,8 +32,10 @@ def test_schedule_prints_the_facts_of_a_plan_as_json_and_draws_it(
 
 
 def test_a_schedule_that_is_not_there_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "2bw", "--stages", "4", "--microbatches", "8"]) == 2
-    assert "'2bw' is not in this version; available: gpipe, 1f1b" in capsys.readouterr().err
+    assert main(["schedule", "3bw", "--stages", "4", "--microbatches", "8"]) == 2
+    assert "there is no schedule '3bw': did you mean '2bw'?" in capsys.readouterr().err
+    assert main(["schedule", "2bw", "--stages", "4", "--microbatches", "3"]) == 2
+    assert "schedule 2bw: 3 micro-batches; 4 stages need at least 4" in capsys.readouterr().err
 
 
 def test_plan_is_the_dry_run(

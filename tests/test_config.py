@@ -363,7 +363,7 @@ def test_what_works_is_not_refused(line: str, world: int) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    """--parallel.cp 2|--parallel.ep 2|--parallel.schedule 2bw|--parallel.chunks 2
+    """--parallel.cp 2|--parallel.ep 2|--parallel.chunks 2
     --precision.dtype fp8|--checkpoint.async true""".replace("\n", "|").split("|"),
 )
 def test_a_feature_that_is_not_there_is_refused_by_name(line: str) -> None:

@@ -33,9 +33,9 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FOLDERS = ("threed/", "pretrain/", "examples/", "benchmarks/", "tests/", "docs/", "csrc/", ".ci/")
 PICTURES = (
     "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera", "dualpipe",
-    "dualpipev",
+    "dualpipev", "2bw",
 )  # fmt: skip
-SHIPPED = set(get_args(schedules.ScheduleName)) - set(schedules.NOT_YET)
+SHIPPED = set(get_args(schedules.ScheduleName))
 KEYS = {f"--{group}.{key_name(name)}" for group, model in GROUPS.items() for name in model.model_fields}
 
 page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

@@ -11,9 +11,8 @@ import pytest
 from tests import formulas
 from tests.formulas import Decoder, block_cost, communication_bytes, stage_parameters, transformer_costs
 from threed.config import Config, resolve
-from threed.footprint import Pass
 from threed.forecast import Forecast, RankForecast
-from threed.pipeline.trace import LayerCost
+from threed.pipeline.trace import LayerCost, Pass
 from threed.planner import optimizer_bytes, regime
 from threed.schedules import build
 

@@ -20,6 +20,9 @@ TEXTS = {
     "GATHER1": Action(Kind.GATHER, -1, 1),
     "REDUCE0": Action(Kind.REDUCE, -1),
     "VALIDATE0": Action(Kind.VALIDATE, -1),
+    "NORM0": Action(Kind.NORM, -1),
+    "UPDATE0": Action(Kind.UPDATE, -1),
+    "B0.-2": Action(Kind.B, -2),
     "F0.3+B1.2": Action(Kind.FB, 3, 0, Action(Kind.B, 2, 1)),
     "F1.0+I0.4": Action(Kind.FB, 0, 1, Action(Kind.I, 4)),
 }

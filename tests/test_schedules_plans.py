@@ -291,12 +291,6 @@ def test_build_gives_the_named_schedule() -> None:
     assert build("1f1b", stages=3, microbatches=5, chunks=1) == schedules.one_f_one_b(3, 5)
 
 
-@pytest.mark.parametrize("name", schedules.NOT_YET)
-def test_schedules_that_are_not_there_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"'{name}' is not in this version; available: gpipe, 1f1b"):
-        build(name, 2, 2)
-
-
 def test_misspelt_schedules_get_a_suggestion() -> None:
     with pytest.raises(ValueError, match=r"no schedule '1f1': did you mean '1f1b'\?"):
         build("1f1", 2, 2)

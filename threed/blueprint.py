@@ -21,7 +21,9 @@ from threed import schedules
 from threed.config import Config, ConfigError, count_microbatches
 from threed.models import Model, Wrapped
 from threed.models.wrapped import find_problems
-from threed.pipeline.activation_checkpointing import recomputed_layers, with_recompute
+from threed.pipeline.activation_checkpointing import build, recomputed_layers, with_recompute
+from threed.pipeline.layer_major import LayerMajorStage
+from threed.pipeline.stage import AlwaysWhole, ParameterGatherer, Stage
 from threed.planner.cut import Cut, partition
 from threed.planner.measured import Division, stage_costs, times_by_flops
 from threed.schedules import Costs, Plan
@@ -126,16 +128,23 @@ class Blueprint:
         held = [(n, chunk) for chunk, part in enumerate(cut.chunks(topology.axis("pp").index)) for n in part]
         units: Sequence[HasModules] = wrapped.units if wrapped else [layers[n] for n, _ in held]
         chunks = None if wrapped else [chunk for _, chunk in held]
+        if wrapped and pipeline.plan.asynchronous:
+            raise ConfigError(
+                [f"--parallel.schedule {pipeline.schedule} with a wrapped module: build it from threed.layers"]
+            )
         if wrapped and (problems := find_problems(wrapped.module, topology.dp, config.zero.stage)):
             raise ConfigError(problems)
         laid_out = layout.build(units, ties, topology, setup.policy(config, topology, cut.ways), chunks)
         setup.size_buffers(laid_out, config, len(setup.rule(config.optim).state_names))
         return cls(model, topology, config, layers, recomputed_layers(config, layers), pipeline, laid_out)
 
-    def lowered(self, microbatches: int, training: bool = True) -> Plan:
-        """Returns a step's plan with its communication; of forwards alone for evaluation and sampling."""
+    def lowered(
+        self, microbatches: int, training: bool = True, part: Callable[[Plan], Plan] | None = None
+    ) -> Plan:  # fmt: skip
+        """Returns a step's plan with its communication; of forwards alone for evaluation and sampling; of an
+        asynchronous one the `part`, if not all."""
         validates = training and self.optimistic
-        return _lowered(self.pipeline, microbatches, training, self.config.zero.stage == 3, validates)
+        return _lowered(self.pipeline, microbatches, training, self.config.zero.stage == 3, validates, part)
 
     @property
     def plan(self) -> Plan:
@@ -151,6 +160,23 @@ class Blueprint:
     def division(self) -> Division | None:
         """The cut, where it is by measured times."""
         return self.pipeline.division
+
+    def stages(self, gatherer: ParameterGatherer, unit_ended: Callable[[int], None]) -> list[Stage]:
+        """Returns this rank's chunks of the model; a wrapped module gathers its parameters, and recomputes, by itself.
+
+        unit_ended(unit) is called, layer by layer, when the backwards of a layer are over.
+        """
+        first, stages, mine = 0, list[Stage](), [self.layers[number] for number in self.held]
+        layer_major = functools.partial(LayerMajorStage, unit_ended=unit_ended)
+        make: Callable[..., Stage] = layer_major if self.layer_major else Stage
+        wrapped = isinstance(self.model, Wrapped)
+        units = {} if wrapped else {unit: mine[unit] for unit in self.recomputed_units}
+        recomputed = build(self.config, units, self.live, self.model.slicing, self.topology)
+        for chunk in self.chunks:
+            layers, own = mine[first : first + len(chunk)], AlwaysWhole() if wrapped else gatherer
+            stages.append(make(layers, own, self.config.zero.prefetch, first, recomputed))
+            first += len(chunk)
+        return stages
 
     @property
     def chunks(self) -> tuple[range, ...]:
@@ -196,11 +222,15 @@ def set_loss_chunks(layers: Sequence[nn.Module], config: Config) -> None:
 
 
 @functools.lru_cache(maxsize=32)
-def _lowered(pipeline: Pipeline, microbatches: int, training: bool, gathers: bool, validates: bool) -> Plan:
+def _lowered(
+    pipeline: Pipeline, microbatches: int, training: bool, gathers: bool, validates: bool,
+    part: Callable[[Plan], Plan] | None,
+) -> Plan:  # fmt: skip
     placement = pipeline.cut.one_way
     if not training:
         return schedules.lower(schedules.forward_only(len(placement), microbatches, placement), gathers)
-    return schedules.lower(pipeline.plan_of(microbatches), gathers, validates)
+    plan = pipeline.plan_of(microbatches)
+    return schedules.lower(plan if part is None else part(plan), gathers, validates)
 
 
 def step_plan(config: Config, data_ranks: int) -> Plan:

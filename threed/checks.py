@@ -35,15 +35,11 @@ class Refusal:
 
 
 def _of_schedule(name: str) -> tuple[Refusal, ...]:
-    """What is there of schedules, registered ones included, and of chunks under one of them; `_check_schedule` looks
-    into those of files."""
-    if schedules.names_file(name):
+    """What is there of chunks under a schedule, a registered one too; `_check_schedule` looks into those of files."""
+    if schedules.names_file(name) or schedules.chunks_are_free(name):
         return ()
-    chunks = Refusal("parallel", "chunks", (None, schedules.own_chunks(name)), f"another number of chunks with {name}")
-    return (
-        Refusal("parallel", "schedule", schedules.available(), "this schedule"),
-        *(() if schedules.chunks_are_free(name) else (chunks,)),
-    )
+    own = (None, schedules.own_chunks(name))
+    return (Refusal("parallel", "chunks", own, f"another number of chunks with {name}"),)
 
 
 _OTHERS = (
@@ -63,7 +59,7 @@ def find_refusals(config: Config) -> list[str]:
     missing = [
         problem for refusal in (*_OTHERS, *_of_schedule(config.parallel.schedule)) if (problem := refusal.find(config))
     ]
-    own = (_check_memory_limit, _check_offload, _check_order, _check_recompute, _check_optimistic)
+    own = (_check_memory_limit, _check_offload, _check_order, _check_recompute, _check_optimistic, _check_asynchronous)
     return [*missing, *(problem for look in own for problem in look(config))]
 
 
@@ -185,6 +181,27 @@ def _check_optimistic(config: Config) -> Iterator[str]:
             yield f"{given} with {flag} {place}: it keeps copies of what is on the device; use auto, or {flag} none"
 
 
+def _check_asynchronous(config: Config) -> Iterator[str]:
+    """What steps that overlap, with an update one step late, do not go with."""
+    p, zero = config.parallel, config.zero
+    given = f"--parallel.schedule {p.schedule}"
+    if not schedules.is_asynchronous(p.schedule):
+        return
+    if zero.stage > 1:
+        why = "slices of gradients would be summed into those of the step before"
+        yield f"{given} with --zero.stage {zero.stage}: {why}; use --zero.stage 0 or 1"
+    places = {"--zero.offload-optimizer": zero.offload_optimizer, "--zero.offload-params": zero.offload_params}
+    for flag, place in places.items():
+        if place != "none":
+            yield f"{given} with {flag} {place}: both versions of the weights are on the device; use {flag} none"
+    if zero.delayed_update or p.optimistic_step is True:
+        late = "--zero.delayed-update" if zero.delayed_update else "--parallel.optimistic-step"
+        yield f"{given} with {late} true: its update waits for nobody already; leave {late} out"
+    if config.precision.dtype == "fp16":
+        why = "a loss scale would change between a batch's forwards and backwards"
+        yield f"{given} with --precision.dtype fp16: {why}; use bf16"
+
+
 def _check_order(config: Config) -> Iterator[str]:
     """What `--zero.order layer` cannot do, or would do for nothing."""
     p, given = config.parallel, "--zero.order layer"
@@ -253,6 +270,12 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
         yield from _check_file(config, count)
     elif name in schedules.available():
         chunks = p.chunks if schedules.chunks_are_free(name) else None  # another number is refused by name
+        if schedules.is_asynchronous(name) and count is not None and count < p.pp:
+            given = f"--parallel.schedule {name} with {count} micro-batches and --parallel.pp {p.pp}"
+            rows = f"{p.pp * train.micro_batch * (dp or 1)}"
+            fix = f"use --train.global-batch {rows} or more, or a smaller micro-batch"
+            yield f"{given}: it needs one for each stage; {fix}"
+            return
         try:
             plan = schedules.build(name, p.pp, count or 2 * p.pp, chunks)
         except ValueError as error:

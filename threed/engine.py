@@ -12,12 +12,11 @@ the host; `StepMetrics` does that when it is asked.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,22 +30,22 @@ from threed.checks import find_refusals
 from threed.config import Config, ConfigError, resolve
 from threed.footprint import decide_order, flops
 from threed.layer_times import cut_by_times
-from threed.layers import MicroBatch, Slicing
+from threed.layers import MicroBatch
 from threed.layers.linear import use_sinks
 from threed.metrics import Faults, Later, Numbers
 from threed.metrics import StepMetrics as StepMetrics
-from threed.models import Model, Wrapped
+from threed.models import Model, Wrapped, as_model
 from threed.models.check import check
 from threed.pipeline import activation_checkpointing, compiling
 from threed.pipeline.executor import Executor, Outdated, Span
-from threed.pipeline.layer_major import LayerMajorExecutor, LayerMajorStage
+from threed.pipeline.layer_major import LayerMajorExecutor
 from threed.pipeline.overlap import Overlap
-from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.transport import Transport, links
 from threed.precision import LossScale
 from threed.sharding import Box, Piece, initial
 from threed.topology import Topology
 from threed.zero import agreement, records, setup, table
+from threed.zero.asynchronous import Asynchronous
 from threed.zero.by_hand import Changes
 from threed.zero.gather import BY_HAND, Gatherer
 from threed.zero.hooks import Hooks
@@ -77,7 +76,7 @@ class Engine:
         if refused := find_refusals(config):
             raise ConfigError(refused)
         self.topology = topology
-        self.model = self._as_model(model)
+        self.model = as_model(model, topology)
         self.wrapped = self.model if isinstance(self.model, Wrapped) else None
         setup.check_tile(config.zero.tile, self.model.slicing.tile, self.wrapped is not None)
         self.config = config = resolve(config, 0, topology.world) if self.wrapped else config
@@ -106,6 +105,9 @@ class Engine:
             grad_clip=config.train.grad_clip, loss_scale=loss_scale or setup.loss_scale(config.precision),
             delayed=config.zero.delayed_update, optimistic=blueprint.optimistic,
         )  # fmt: skip
+        self.asynchronous: Asynchronous | None = None
+        if blueprint.plan.asynchronous:
+            self.asynchronous = Asynchronous(blueprint.lowered, self.reducer, self.optimizer)
         agreement.check_buckets(self.layout, topology)
         if self.wrapped is not None:
             self.wrapped.agree(topology.axis("dp"), topology.device)
@@ -117,23 +119,12 @@ class Engine:
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wrapped is not None)
         self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
-            self._stages(mine), transport or links(self.model, topology), topology.axis("pp").index,
-            self.reducer.all_passes_ended, self._pass_ended, weight_gradients=self.reducer.deferral,
-            overlap=self._overlap(mine), device=topology.device,
+            blueprint.stages(self.gatherer, self.reducer.unit_ended), transport or links(self.model, topology),
+            topology.axis("pp").index, (self.asynchronous or self.reducer).all_passes_ended, self._pass_ended,
+            weight_gradients=self.reducer.deferral, overlap=self._overlap(mine), device=topology.device,
             varying=getattr(self.model, "boundaries_vary", False), on_validate=self.optimizer.validate,
+            updates=self.asynchronous,
         )  # fmt: skip
-
-    def _as_model(self, model: Model | nn.Module) -> Model:
-        if isinstance(getattr(model, "slicing", None), Slicing):  # of threed.layers, or wrapped already
-            return cast(Model, model)
-        if not isinstance(model, nn.Module):
-            fix = "pass an nn.Module, or layers with their `slicing`, a layers.Slicing (examples/custom_model.py)"
-            raise TypeError(f"{type(model).__name__} is no model: {fix}")
-        if self.topology.pp * self.topology.tp > 1:
-            sizes = f"pp {self.topology.pp} or tp {self.topology.tp}"
-            fix = "build it from threed.layers (examples/custom_model.py), or use pp 1 and tp 1"
-            raise ConfigError([f"{type(model).__name__} cannot be cut by {sizes}: {fix}"])
-        return Wrapped(model)
 
     def _draw(self) -> Blueprint:
         """Cuts the model and lays out this rank's parameters, once all ranks agree about it."""
@@ -158,21 +149,6 @@ class Engine:
             flops(self.model, layers, self.config, self.topology), self.topology.axis("tp")
         )  # fmt: skip
         return [3.0 * sum(costs) for costs in zip(*everyone, strict=True)]
-
-    def _stages(self, mine: list[nn.Module]) -> list[Stage]:
-        """This rank's chunks of the model; a wrapped module gathers its parameters, and recomputes, by itself."""
-        blueprint, first, stages = self.blueprint, 0, list[Stage]()
-        layer_major = functools.partial(LayerMajorStage, unit_ended=self.reducer.unit_ended)
-        make: Callable[..., Stage] = layer_major if blueprint.layer_major else Stage
-        units = {} if self.wrapped else {unit: mine[unit] for unit in blueprint.recomputed_units}
-        recomputed = activation_checkpointing.build(
-            self.config, units, blueprint.live, self.model.slicing, self.topology
-        )
-        for chunk in blueprint.chunks:
-            layers, gatherer = mine[first : first + len(chunk)], AlwaysWhole() if self.wrapped else self.gatherer
-            stages.append(make(layers, gatherer, self.config.zero.prefetch, first, recomputed))
-            first += len(chunk)
-        return stages
 
     def _overlap(self, mine: list[nn.Module]) -> Overlap | None:
         """The streams of pairs. What a layer frees, another stream could reuse while it is read: so pairs run one after
@@ -207,16 +183,18 @@ class Engine:
         while True:
             micros = self._micro_batches(batch, training=True)
             self.begin(len(micros))
-            plan = self.blueprint.lowered(len(micros))
             try:
                 with own_backward(self.reducer):
-                    losses = self.executor.run(plan, micros)
+                    if self.asynchronous is None:
+                        losses = self.executor.run(self.blueprint.lowered(len(micros)), micros)
+                    else:
+                        losses = self.asynchronous.run(self.executor.run, micros)
                 break
             except Outdated:  # the update before this step was undone, and done again
                 rewind()
         self._backwards_s = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
-        metrics = self.update(self._carry(losses), tokens)
+        metrics = (self.update if self.asynchronous is None else self._end_step)(self._carry(losses), tokens)
         self.consumed += self.batches.rows(batch) * self.topology.dp  # as `steps`: only of a step that was done
         return metrics
 
@@ -226,7 +204,8 @@ class Engine:
         self._clear_flags()
         self._refuse_mixed_scales()
         self.buffers.begin_step()
-        self.reducer.begin(microbatches)
+        if self.asynchronous is None:  # which begins when the step before has ended
+            self.reducer.begin(microbatches)
         self._begun, self._backwards_s = True, 0.0
 
     @property
@@ -253,6 +232,8 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drops all gradients so far: of the step that is under way, and those that other engines' losses brought."""
+        if self.asynchronous is not None:  # the last step keeps its own
+            self._finish()
         self.reducer.drop()
 
     def update(self, loss: Tensor, tokens: int = 0) -> StepMetrics:
@@ -269,14 +250,25 @@ class Engine:
         self.buffers.end_step()  # refuses what must not change, while nothing is updated
         update = self.optimizer.step(gradients, self._with_flags(loss))
         times.append(time.perf_counter())
+        return self._metrics(update, tokens, (self._backwards_s, times[1] - times[0], times[2] - times[1]))
+
+    def _end_step(self, loss: Tensor, tokens: int) -> StepMetrics:
+        """Ends a step whose update comes in the next one; it has made that of the step before."""
+        assert self.asynchronous is not None
+        self._begun = False
+        self.buffers.end_step()
+        spent = self.asynchronous.seconds
+        results = self.asynchronous.results(self._with_flags(loss))
+        return self._metrics(results, tokens, (self._backwards_s - sum(spent), *spent))
+
+    def _metrics(self, update: Callable[[], Update], tokens: int, seconds: Sequence[float]) -> StepMetrics:
         self.steps += 1
         if self._numbers is not None:
             self._numbers()  # faults are counted in the order of steps
         self._numbers = Later(lambda: self._numbers_of(update()))
-        if not self.optimizer.pending:
+        if not (self.optimizer.pending or self.asynchronous):
             self._numbers()
-        seconds = dict(zip(PHASES, (self._backwards_s, times[1] - times[0], times[2] - times[1]), strict=True))
-        return StepMetrics(self.steps, tokens, self._numbers, seconds, self.faults)
+        return StepMetrics(self.steps, tokens, self._numbers, dict(zip(PHASES, seconds, strict=True)), self.faults)
 
     def _numbers_of(self, update: Update) -> Numbers:
         loss, dynamic = update.sums[:1], self.optimizer.scaler.rule.dynamic  # that finds its way by losses of NaN
@@ -295,7 +287,7 @@ class Engine:
     def evaluate(self, batch: Batch) -> Tensor:
         """The mean token loss (scalar tensor, on every rank) of this data rank's share of a batch, without training; no
         number (NaN) where the batch has ids beyond the vocabulary."""
-        self.optimizer.validate()
+        self._finish()
         self._clear_flags()
         with torch.inference_mode(False), nullcontext() if self.wrapped is None else self.wrapped.evaluating():
             micros = self._micro_batches(batch, training=False)
@@ -307,7 +299,7 @@ class Engine:
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Logits [b s v/t] of tokens [b s], cut by vocabulary, on the last stage; None on the others."""
-        self.optimizer.validate()
+        self._finish()
         with torch.inference_mode(False):
             micro = MicroBatch(tokens.to(self.topology.device), training=False)
             outputs = self.executor.run(self.blueprint.lowered(1, training=False), [micro])
@@ -334,9 +326,15 @@ class Engine:
     def _take_in(self) -> None:
         """Frees what is gathered; values that were changed by hand are kept."""
         self._forwards_ended()
-        self.optimizer.validate()
+        self._finish()
         if self.changes is not None:
             self.changes.take_in()
+
+    def _finish(self) -> None:
+        """Brings the last step to its end: the weights are what they will be. Collective."""
+        self.optimizer.validate()
+        if self.asynchronous is not None:
+            self.asynchronous.drain(self.executor.run)
 
     def _forwards_ended(self) -> None:
         if self.hooks is not None:

@@ -27,7 +27,7 @@ from threed.layers import MicroBatch
 from threed.models import Model, Wrapped
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.activation_checkpointing import recomputed_layers
-from threed.pipeline.trace import META, LayerCost, TraceError, Tracer, Watch, stated_flops
+from threed.pipeline.trace import META, LayerCost, Pass, TraceError, Tracer, Watch, stated_flops
 from threed.pipeline.transport import SlicedLinks, links
 from threed.planner.gathering import Gathering, gathering
 from threed.planner.grid import AXES
@@ -218,10 +218,11 @@ def _activations(
 ) -> tuple[int, int]:
     """The most bytes that micro-batches keep at once, and the most with what a pass needs beside them."""
     passes, width = [Pass(chunk) for chunk in chunks], blueprint.layout.policy.param_dtype.itemsize
-    ours = blueprint.plan.ranks[blueprint.topology.axis("pp").index]
-    actions = [part for action in ours if action.kind in COMPUTE for part in action.parts]
-    last = {action.chunk: number for number, action in enumerate(actions) if action.kind in (Kind.B, Kind.W)}
-    now = kept = most = 0
+    plan, rank = blueprint.plan, blueprint.topology.axis("pp").index
+    actions = [part for action in plan.ranks[rank] if action.kind in COMPUTE for part in action.parts]
+    last = {(a.chunk, a.microbatch >= 0): n for n, a in enumerate(actions) if a.kind in (Kind.B, Kind.W)}
+    ending = [number for (_, own), number in last.items() if not (own and plan.is_left(rank, plan.microbatches - 1))]
+    now = kept = most = passes[0].kept * (plan.begun[rank] if plan.begun else 0)
     units = list(itertools.accumulate((len(chunk) for chunk in chunks), initial=0))
     for number, action in enumerate(actions):
         one, whole = passes[action.chunk], gathered[action.chunk]
@@ -233,14 +234,15 @@ def _activations(
             most, now = max(most, now + reductions.standing), now - one.kept
             reductions.standing = max(reductions.standing, reductions.left if reductions.always else 0)
             continue
-        leaving = reductions.always or number == last[action.chunk]
+        leaving = reductions.always or number in ending
         first = units[action.chunk]
         for unit, (nbytes, numel) in enumerate(zip(one.backward, whole.backward, strict=True), first):
             beside = numel * width + (reductions.during[unit] if leaving else 0)
             most = max(most, now - one.kept + nbytes + beside)
         now -= 0 if action.kind is Kind.I else one.kept
         reductions.standing = max(reductions.standing, reductions.left if reductions.always else 0)
-    return kept, max(most, reductions.end)
+    waits = plan.asynchronous and plan.begun[rank] < plan.before  # for the sums of another stage
+    return kept, max(most + reductions.waiting * waits, reductions.end)
 
 
 def _activations_by_layer(
@@ -330,27 +332,11 @@ def _passes_send(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]], se
             sends["tp"] += microbatches * source * back // tensor.size * (tensor.size - 1) if sliced else 0
 
 
-class Pass:
-    """A chunk's activations: bytes kept for its backward, the most in a forward, and in the backward of each layer."""
-
-    def __init__(self, layers: Sequence[LayerCost]) -> None:
-        self.kept = self.forward = 0
-        self.backward: list[int] = []
-        kept_before = False  # whether the layer before keeps what it handed on
-        for cost in layers:
-            own = 0 if cost.keeps_input or not kept_before else cost.input
-            self.forward = max(self.forward, self.kept + cost.forward)
-            self.backward.append(self.kept + cost.backward + own)
-            self.kept += cost.kept + cost.input * (cost.keeps_input or kept_before)
-            kept_before = cost.keeps_output
-        self.kept += layers[-1].output * kept_before
-
-
 class _Reductions:
     """ZeRO's reducer, run with gradients that are shapes only: bytes that it needs beside the layout's storages.
 
-    during: while and after each unit's backward. end: at the end of a step. always: in every backward, not only in the
-    last one; then `left` stay in between.
+    during: while and after each unit's backward. end: at the end of a step. waiting: before that, for other stages.
+    always: in every backward, not only in the last one; then `left` stay in between.
     """
 
     def __init__(self, blueprint: Blueprint, states: Sequence[State]) -> None:
@@ -384,7 +370,9 @@ class _Reductions:
         self.left = watch.begin()
         for label in traffic if self.always else ():
             traffic[label] += (traffic[label] - before[label]) * (self.passes - rounds)
-        reducer.finish()
+        finish = reducer.close() if blueprint.plan.asynchronous else reducer.finish
+        self.waiting = watch.bytes()
+        finish()
         self.end = watch.most
 
     def _backward(self, reducer: Reducer, layout: Layout, units: range, watch: Watch) -> None:

@@ -30,6 +30,7 @@ from threed.topology import Topology, default_device
 from threed.zero.setup import rule
 
 MIB = 2**20
+_VERSIONS = "a second one of the parameters, and a copy of the slices of gradients; updates are one step late"
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Forecast:
         lines = [
             f"model      {self.model}, {self.parameters / 1e6:.2f} M parameters, {c.precision.dtype}",
             f"states     {states}{_ways_text(c, self.ways)}",
+            *([f"versions   {_VERSIONS}"] if schedules.is_asynchronous(c.parallel.schedule) else []),
             f"ranks      {grid}",
             f"a step     {train.global_batch} × {c.model.seq} tokens, {self.microbatches} micro-batches a data rank",
             f"pipeline   {c.parallel.schedule}, ideal bubble {self.bubble:.1%}",

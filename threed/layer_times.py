@@ -49,7 +49,7 @@ from threed.planner.measured import (
 from threed.planner.memory import optimizer_bytes
 from threed.planner.partition import balanced, uniform
 from threed.precision import dtype
-from threed.schedules import Costs, Plan
+from threed.schedules import Costs, Plan, is_asynchronous
 from threed.topology import Axis, Topology
 from threed.zero.setup import rule
 
@@ -327,4 +327,6 @@ def _state_bytes(config: Config, shards: int, device: torch.device, ways: int) -
     grads = dtype(config.precision.grad_dtype or "fp32").itemsize / (shards if zero.stage >= 2 else 1)
     optimizer = optimizer_bytes(width, len(rule(config.optim).state_names)) / (shards if zero.stage else 1)
     once = ways if zero.offload_optimizer == zero.offload_params == "none" else 1
-    return params + grads + (0 if zero.offload_optimizer in away else optimizer / once)
+    kept = params + grads + (0 if zero.offload_optimizer in away else optimizer / once)
+    again = width + dtype(config.precision.grad_dtype or "fp32").itemsize / (shards if zero.stage else 1)
+    return kept + again * is_asynchronous(config.parallel.schedule)

@@ -46,7 +46,7 @@ SETTINGS: dict[str, list[object]] = equivalence.SETTINGS | {
     "partition": ["balanced"],
 }
 LARGE_DP = 512  # in place of 4: worlds of 512 and 1,024
-FIRST_STEP = ("_warn_of_unused", "_reduce_late", "_search")  # ranks agree once, as JSON, on what the step has shown
+FIRST_STEP = ("warn_of_unused", "_reduce_late", "_search")  # ranks agree once, as JSON, on what the step has shown
 
 
 def make(values: Values) -> Case | None:

@@ -33,7 +33,7 @@ from threed.config import Config
 from threed.sharding import Box, Piece, intersect, slices
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import WEIGHT, Record, fill, read, records
+from threed.zero.records import PREVIOUS, WEIGHT, Record, fill, read, records
 
 FORMAT = "threed-checkpoint"
 VERSION = 2  # 1 had neither buffers nor generators
@@ -217,6 +217,11 @@ class Reader:
             out[slices(*common, start)] = values
         return cast(Tensor, out)
 
+    def stands_for(self, part: str, name: str) -> str:
+        """Returns the part that a tensor has for this one: weights of the version before, if not saved, are the same
+        as the newest."""
+        return WEIGHT if part == PREVIOUS and PREVIOUS not in self.parts[name] else part
+
     def gap(self, part: str, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> str | None:
         """Returns what is missing of a box, as text; None if it is complete."""
         found = sum(math.prod(common[1]) for *_, common in self._meeting(part, name, start, size))
@@ -269,15 +274,16 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     other = "; ".join(_differences(reader, here, old))
     fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict by hand"
     _refuse([f"{path} is another model's: {other}: {fix}"] if other else [], everyone)
-    fresh = {name for name in here.trained if reader.parts[name] == {WEIGHT}} if optimizer.rule.state_names else set()
-    wanted = (r for r in records(optimizer) if r.part == WEIGHT or r.piece.name not in fresh)
-    gaps = (reader.gap(r.part, r.piece.name, r.box.start, r.box.size) for r in wanted)
+    kept = {name: parts - {PREVIOUS} for name, parts in reader.parts.items()}
+    fresh = {name for name in here.trained if kept[name] == {WEIGHT}} if optimizer.rule.state_names else set()
+    wanted = (r for r in records(optimizer) if r.part in (WEIGHT, PREVIOUS) or r.piece.name not in fresh)
+    gaps = (reader.gap(reader.stands_for(r.part, r.piece.name), r.piece.name, r.box.start, r.box.size) for r in wanted)
     _refuse([f"{path}: {gap}" for gap in gaps if gap][:10], everyone)  # before anything is overwritten
 
     def source(part: str, piece: Piece, box: Box) -> Tensor:
-        if part != WEIGHT and piece.name in fresh:
+        if part not in (WEIGHT, PREVIOUS) and piece.name in fresh:
             return torch.zeros(box.size)
-        return reader.box(part, piece.name, box.start, box.size)
+        return reader.box(reader.stands_for(part, piece.name), piece.name, box.start, box.size)
 
     fill(optimizer, source)
     extras.buffers.restore(reader.buffers, reader.buffer)
@@ -301,7 +307,7 @@ def _differences(reader: Reader, here: fit.Expected, old: bool) -> list[str]:
 
 def _tell(rank: int, reader: Reader, here: fit.Expected, fresh: set[str]) -> None:
     """Warns of what was not restored."""
-    left = {name for name, parts in reader.parts.items() if parts > {WEIGHT}} - here.trained
+    left = {name for name, parts in reader.parts.items() if parts - {PREVIOUS} > {WEIGHT}} - here.trained
     kept = {name for name, shape in here.buffers.items() if shape is not None} - set(reader.buffers)
     fit.tell(rank, "the checkpoint has no moments of {}, which were frozen: they begin at zero", fresh)
     fit.tell(rank, "moments of {} are left out: they are not trained any more", left)
@@ -331,7 +337,7 @@ def optimizer_differences(manifest: Mapping[str, Any], config: Config, parts: Se
     saved, wanted = manifest["config"]["optim"]["name"], config.optim.name
     if saved == wanted:
         return []
-    kept = sorted({part for entry in manifest["files"] for part, *_ in entry["boxes"]} - {WEIGHT})
+    kept = sorted({part for entry in manifest["files"] for part, *_ in entry["boxes"]} - {WEIGHT, PREVIOUS})
     there, here = (", ".join(names) or "nothing" for names in (kept, parts))
     fix = f"resume with --optim.name {saved}, or start anew with --checkpoint.resume none"
     return [

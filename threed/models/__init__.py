@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import nn
 
-from threed.config import ModelConfig
+from threed.config import ConfigError, ModelConfig
 from threed.layers import Slicing
 from threed.models.gpt import GPT
 from threed.models.llama import Llama
 from threed.models.wrapped import Wrapped as Wrapped
+from threed.topology import Topology
 
 ARCHITECTURES: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
 
@@ -31,6 +32,21 @@ class Model(Protocol):
 
     def layers(self) -> list[nn.Module]:
         """The pipeline layers in order, on the meta device, each with a global `name`."""
+
+
+def as_model(model: Model | nn.Module, topology: Topology) -> Model:
+    """The model that is given, wrapped if it is any other module. TypeError for what is none, ConfigError for a module
+    that would have to be cut."""
+    if isinstance(getattr(model, "slicing", None), Slicing):  # of threed.layers, or wrapped already
+        return cast(Model, model)
+    if not isinstance(model, nn.Module):
+        fix = "pass an nn.Module, or layers with their `slicing`, a layers.Slicing (examples/custom_model.py)"
+        raise TypeError(f"{type(model).__name__} is no model: {fix}")
+    if topology.pp * topology.tp > 1:
+        sizes = f"pp {topology.pp} or tp {topology.tp}"
+        fix = "build it from threed.layers (examples/custom_model.py), or use pp 1 and tp 1"
+        raise ConfigError([f"{type(model).__name__} cannot be cut by {sizes}: {fix}"])
+    return Wrapped(model)
 
 
 def build(config: ModelConfig, slicing: Slicing) -> Model:

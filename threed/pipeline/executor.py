@@ -6,6 +6,8 @@
 A backward is whole (B), or split: I computes the input's gradient, and sets aside what W computes the weights' from.
 Where VALIDATE finds that the update before the plan was wrong, `run` raises Outdated: it has to begin again.
 
+An asynchronous plan leaves micro-batches open, with messages on their way; the plan after it goes on with them.
+
 Receives are posted where the plan has them, when the other side sends, and waited for at first use. Sends are waited
 for two messages later, or at the end. Training, evaluation and sampling are all plans.
 
@@ -70,14 +72,28 @@ class WeightGradients(Protocol):
         """Computes and adds the gradients."""
 
 
+class Updates(Protocol):
+    """What updates the weights while an asynchronous plan runs (`threed.zero.asynchronous`)."""
+
+    def use(self, before: bool) -> None:
+        """Shows the layers the weights that the next pass runs with; before: it is of the step before."""
+
+    def norm(self) -> None:
+        """Begins the sum over all ranks that the update depends on."""
+
+    def update(self) -> None:
+        """Ends it, and updates."""
+
+
 class Executor:
     """Runs plans over the stages (chunks) of one pipeline rank.
 
     on_backward(chunk) is called after each backward, of a split one after its W; on_reduce(chunk) where the plan has
     the reduction of a chunk's gradients; on_validate() says at VALIDATE whether the weights are right, and if not, it
-    has corrected them. weight_gradients: what split backwards need. overlap: the streams of pairs; by default their
-    parts run one after the other. varying: forms depend on more than the shapes of a micro-batch, and precede every
-    message. After `record()`, `spans` are (action, start, end) of every action, in seconds of `time.perf_counter`.
+    has corrected them. updates: those of asynchronous plans. weight_gradients: what split backwards need. overlap: the
+    streams of pairs; by default their parts run one after the other. varying: forms depend on more than the shapes of a
+    micro-batch, and precede every message. After `record()`, `spans` are (action, start, end) of every action, in
+    seconds of `time.perf_counter`.
     """
 
     def __init__(
@@ -85,12 +101,17 @@ class Executor:
         on_reduce: Callable[[int], None] | None = None, on_backward: Callable[[int], None] | None = None, *,
         weight_gradients: WeightGradients | None = None, overlap: Overlap | None = None,
         device: torch.device | None = None, varying: bool = False, on_validate: Callable[[], bool] | None = None,
+        updates: Updates | None = None,
     ) -> None:  # fmt: skip
         self.stages, self.transport, self.rank = stages, transport, rank
         self.on_reduce, self.on_backward, self.weight_gradients = on_reduce, on_backward, weight_gradients
         self.device, self.varying, self.on_validate = device or torch.device("cpu"), varying, on_validate
-        self.overlap = overlap or Overlap(torch.device("cpu"))
+        self.overlap, self.updates = overlap or Overlap(torch.device("cpu")), updates
         self._forms: dict[tuple[Any, ...], Form] = {}
+        self._plan = Plan("none", 1, 0, 1, ((),))
+        self._signatures: list[tuple[Any, ...]] = []
+        self._arriving: dict[tuple[Kind, int, int], list[Pending] | list[Tensor]] = {}
+        self._sent: deque[list[Pending]] = deque()
         self._clock: Clock | None = None  # while spans are recorded
         self._marks: list[tuple[Action, Moment, Moment]] = []
         self._handlers: dict[Kind, Callable[[Action], None]] = {
@@ -107,6 +128,8 @@ class Executor:
             Kind.REDUCE: self._reduce,
             Kind.VALIDATE: self._validate,
         }
+        if updates is not None:
+            self._handlers |= {Kind.NORM: lambda _: updates.norm(), Kind.UPDATE: lambda _: updates.update()}
 
     def record(self, on: bool = True) -> None:
         """Begins to record spans, of none so far; or ends it."""
@@ -120,18 +143,13 @@ class Executor:
 
     def run(self, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs this rank's part of a lowered plan; returns the losses, by micro-batch, on the last stage. Raises
-        Outdated, on all ranks, where it has to begin again."""
+        Outdated, on all ranks, where it has to begin again; ValueError for a plan that goes on where none has left off.
+        """
+        self._take_over(plan, micros)
         self._plan, self._micros = plan, micros
-        self._signatures = [(n, *signature(m)) if self.varying else signature(m) for n, m in enumerate(micros)]
-        if self.varying:
-            self._forms.clear()
         self._then: tuple[Action, ...] = ()
-        for stage in self.stages:
-            stage.reset()
         self.overlap.reset()
-        self._arriving: dict[tuple[Kind, int, int], list[Pending] | list[Tensor]] = {}
         self._leaving: dict[tuple[Kind, int, int], list[Tensor]] = {}
-        self._sent: deque[list[Pending]] = deque()
         self._waiting: dict[tuple[int, int], list[Any]] = {}  # of split backwards, for their W
         self._outputs: dict[int, Tensor] = {}
         self._posted: set[tuple[Kind, int, int]] = set()
@@ -144,14 +162,33 @@ class Executor:
             self._handlers[action.kind](action)
             if self._clock is not None:
                 self._marks.append((action, self._began, self._clock.now()))
-        while self._sent:
+        while self._sent and not plan.left:
             self._wait_for_oldest_send()
         return [self._outputs[m] for m in sorted(self._outputs)]
+
+    def _take_over(self, plan: Plan, micros: Sequence[MicroBatch]) -> None:
+        """Goes on with the micro-batches that the last plan has left, of which the last is number -1 now; drops what is
+        there where the plan begins anew."""
+        if plan.begun and plan.begun != self._plan.left:
+            raise ValueError(f"plan {plan.name}: rank {self.rank}: the plan before did not leave {plan.begun} open")
+        ended = self._plan.microbatches if plan.begun else None
+        for stage in self.stages:
+            stage.reset(ended)
+        own = [(n, *signature(m)) if self.varying else signature(m) for n, m in enumerate(micros)]
+        self._signatures = own + self._signatures[:ended] if plan.begun else own
+        self._forms_before = self._forms
+        if self.varying:
+            self._forms = {}
+        arriving = self._arriving.items() if ended is not None else ()
+        self._arriving = {(kind, m - (ended or 0), chunk): parts for (kind, m, chunk), parts in arriving}
+        if ended is None:
+            self._sent.clear()
 
     def _forward(self, action: Action) -> None:
         parts, m = self._take(Kind.RECV_F, action), self._micros[action.microbatch]
         x = None if parts is None else self._form("in", action).value(parts)
         keep = self._turns(action, Kind.B, Kind.I)
+        self._use_weights(action)
         y = self.stages[action.chunk].forward(action.microbatch, x, m, keep)
         if self._plan.consumer(self.rank, action) is None:
             self._outputs[action.microbatch] = y.detach()
@@ -206,9 +243,14 @@ class Executor:
     def _differentiate(self, action: Action, split: bool) -> None:
         parts = self._take(Kind.RECV_B, action)
         dy = None if parts is None else self._form("out", action).gradients(parts)
+        self._use_weights(action)
         dx = self.stages[action.chunk].backward(action.microbatch, dy, self._turns(action, Kind.F), split)
         if self._plan.consumer(self.rank, action) is not None:
             self._give(Kind.SEND_B, Kind.RECV_B, action, dx)
+
+    def _use_weights(self, action: Action) -> None:
+        if self.updates is not None and self._plan.asynchronous:
+            self.updates.use(action.microbatch < 0)
 
     def _take(self, kind: Kind, action: Action) -> list[Tensor] | None:
         """Waits for the tensors that another stage made for this action; None at the model's ends."""
@@ -301,7 +343,7 @@ class Executor:
         return side, action.chunk, *self._signatures[action.microbatch]
 
     def _form(self, side: str, action: Action) -> Form:
-        return self._forms[self._key(side, action)]
+        return (self._forms if action.microbatch >= 0 else self._forms_before)[self._key(side, action)]
 
     def _remember(self, side: str, action: Action, form: Form) -> Form:
         """Stores and returns the form of a chunk's input or output; RuntimeError if it had another one before."""

@@ -49,9 +49,9 @@ class LayerMajorStage(Stage):
         self._joined = set()  # a graph of two layers would run both of them for one micro-batch
         self._frames: list[Frame] = []  # the backward takes them from the end
 
-    def reset(self) -> None:
+    def reset(self, ended: int | None = None) -> None:
         """Begins a step: drops what is left of an aborted one; layers look at their parts."""
-        super().reset()
+        super().reset(ended)
         self._drop(self._frames)
         self._frames.clear()
 

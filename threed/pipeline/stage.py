@@ -137,12 +137,16 @@ class Stage:
     def _layer(self, unit: int) -> nn.Module:
         return self.layers[unit - self.first]
 
-    def reset(self) -> None:
-        """Begins a step: drops micro-batches without a backward, of an aborted one; layers look at their parts."""
+    def reset(self, ended: int | None = None) -> None:
+        """Begins a step: layers look at their parts. Micro-batches without a backward are dropped, as those of an
+        aborted step; or stay, where a step of `ended` micro-batches has left them, and count back from -1."""
         for layer in self.layers:
             if isinstance(layer, OnTape):
                 layer.look(self._shared)
         self._looked = True
+        if ended is not None:
+            self._open = {microbatch - ended: frames for microbatch, frames in self._open.items()}
+            return
         for frames in self._open.values():
             self._drop(frames)
         self._open.clear()

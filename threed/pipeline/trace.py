@@ -57,6 +57,22 @@ class LayerCost:
     sent: Mapping[str, int] = field(default_factory=dict)
 
 
+class Pass:
+    """A chunk's activations: bytes kept for its backward, the most in a forward, and in the backward of each layer."""
+
+    def __init__(self, layers: Sequence[LayerCost]) -> None:
+        self.kept = self.forward = 0
+        self.backward: list[int] = []
+        kept_before = False  # whether the layer before keeps what it handed on
+        for cost in layers:
+            own = 0 if cost.keeps_input or not kept_before else cost.input
+            self.forward = max(self.forward, self.kept + cost.forward)
+            self.backward.append(self.kept + cost.backward + own)
+            self.kept += cost.kept + cost.input * (cost.keeps_input or kept_before)
+            kept_before = cost.keeps_output
+        self.kept += layers[-1].output * kept_before
+
+
 def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int] | None:
     """The forward FLOPs of layers that are made of `threed.layers` alone, which state them; None where one is not."""
     found: list[int] = []

@@ -265,7 +265,7 @@ class _Search:
 def most_kept(plan: Plan, rank: int, kept: Sequence[int]) -> int:
     """The most that a rank keeps of micro-batches at once, of which each chunk keeps `kept`: `peak_activations`, in
     any unit."""
-    now = most = 0
+    now = most = kept[0] * plan.begun[rank] if plan.begun else 0
     for action in plan.ranks[rank]:
         now += kept[action.chunk] * (action.kind in (Kind.F, Kind.FB))
         most = max(most, now)

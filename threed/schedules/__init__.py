@@ -16,7 +16,7 @@ import difflib
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar
 
 from threed.schedules import draw, from_file
 from threed.schedules.action import Action, Kind, together
@@ -33,25 +33,26 @@ from threed.schedules.plan import Plan
 from threed.schedules.rendezvous import check_rendezvous, validate
 from threed.schedules.simulate import Costs, Timeline, peak_activations, replay, simulate, span_and_bubble
 from threed.schedules.torch_csv import from_csv, to_csv
+from threed.schedules.two_bw import drain, first, two_bw
 from threed.schedules.v_shape import v_half, v_min, zb_v
 from threed.schedules.validation import time_between_steps
 from threed.schedules.zb_auto import planned, zb_auto
 from threed.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
-    "NOT_YET", "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "absolute", "available", "build",
-    "check_name", "check_rendezvous", "chimera", "chunks_are_free", "closest", "draw", "dualpipe", "dualpipev",
-    "forward_only", "from_csv", "gpipe", "interleaved", "legal", "lower", "names_file", "one_f_one_b", "own_chunks",
-    "peak_activations", "plans_by_times", "read_csv", "register", "replay", "schedule", "simulate", "span_and_bubble",
-    "stack", "svg", "time_between_steps", "to_csv", "together", "v_half", "v_min", "validate", "zb_auto", "zb_h1",
-    "zb_h2", "zb_v",
+    "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "absolute", "available", "build", "check_name",
+    "check_rendezvous", "chimera", "chunks_are_free", "closest", "drain", "draw", "dualpipe", "dualpipev", "first",
+    "forward_only", "from_csv", "gpipe", "interleaved", "is_asynchronous", "legal", "lower", "names_file",
+    "one_f_one_b", "own_chunks", "peak_activations", "plans_by_times", "read_csv", "register", "replay", "schedule",
+    "simulate", "span_and_bubble", "stack", "svg", "time_between_steps", "to_csv", "together", "two_bw", "v_half",
+    "v_min", "validate", "zb_auto", "zb_h1", "zb_h2", "zb_v",
 ]  # fmt: skip
 
 ScheduleName = Literal[
     "1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera", "dualpipe",
     "dualpipev", "2bw",
 ]  # fmt: skip
-"""All names that a configuration may give; those that cannot be built so far are in NOT_YET."""
+"""All names that a configuration may give, beside those that are registered."""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Plan])
@@ -61,6 +62,7 @@ class _Entry(NamedTuple):
     fn: Callable[..., Plan]
     chunks: int | None
     by_times: bool = False  # whether `fn` takes costs and a limit too
+    asynchronous: bool = False
 
 
 # The one thing here that changes after import, and only by `register`: names exist per process, like imported modules.
@@ -77,8 +79,8 @@ _SCHEDULES = {
     "chimera": _Entry(chimera, 2),
     "dualpipe": _Entry(dualpipe, 2),
     "dualpipev": _Entry(dualpipev, 2),
+    "2bw": _Entry(two_bw, 1, asynchronous=True),
 }
-NOT_YET = tuple(name for name in get_args(ScheduleName) if name not in _SCHEDULES)
 
 
 def available() -> tuple[str, ...]:
@@ -114,6 +116,11 @@ def chunks_are_free(name: str) -> bool:
 def plans_by_times(name: str) -> bool:
     """Whether `build` takes costs and a limit for a schedule, which then looks for the best plan with these."""
     return name in _SCHEDULES and _SCHEDULES[name].by_times
+
+
+def is_asynchronous(name: str) -> bool:
+    """Whether steps of a schedule overlap, and so need two versions of the weights."""
+    return name in _SCHEDULES and _SCHEDULES[name].asynchronous
 
 
 def register(name: str, fn: Callable[..., Plan], chunks: int | None = 1) -> None:
@@ -168,6 +175,8 @@ def build(
     times = {"costs": costs, "limit": limit} if entry.by_times else {}
     plan = entry.fn(stages, microbatches, *chosen, **times)
     legal(plan)
+    if plan.asynchronous and not entry.asynchronous:
+        raise ValueError(f"schedule {name}: its plan leaves micro-batches to the next step, which only 2bw may")
     return plan
 
 
@@ -182,8 +191,6 @@ def _entry(name: str) -> _Entry:
     if names_file(name):
         return _entry_of_file(name)
     choices = f"available: {', '.join(_SCHEDULES)}"
-    if name in NOT_YET:
-        raise ValueError(f"schedule {name!r} is not in this version; {choices}")
     close = closest(name)
     hint = f"did you mean {close!r}? " if close else ""
     raise ValueError(f"there is no schedule {name!r}: {hint}{choices}")

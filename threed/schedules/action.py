@@ -26,22 +26,25 @@ class Kind(StrEnum):
     GATHER = "GATHER"  # start gathering a chunk's first parameters
     REDUCE = "REDUCE"  # a chunk's gradients are complete: sum those shared with other stages
     VALIDATE = "VALIDATE"  # was the update before this step right? if not, the step begins again
+    NORM = "NORM"  # the gradients of the step before are complete on all ranks: begin to sum their norm
+    UPDATE = "UPDATE"  # update the weights by them
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.FB})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
-PER_CHUNK = frozenset({Kind.GATHER, Kind.REDUCE, Kind.VALIDATE})
+PER_CHUNK = frozenset({Kind.GATHER, Kind.REDUCE, Kind.VALIDATE, Kind.NORM, Kind.UPDATE})
 
-_TEXT = re.compile(r"([A-Z]+)(\d+)(?:\.(\d+))?")
+_TEXT = re.compile(r"([A-Z]+)(\d+)(?:\.(-?\d+))?")
 
 
 class Action(NamedTuple):
     """One thing a rank does, for one micro-batch of one of its chunks.
 
-    `microbatch` counts from 0 and is global; it is -1 for the kinds that concern a whole chunk (GATHER, REDUCE), or the
-    whole rank (VALIDATE, of chunk 0). `chunk` is the acting rank's own chunk, also for sends and receives. `beside`, of
-    an FB only: the backward that runs together with this forward.
+    `microbatch` counts from 0 and is global; below 0 are those of the step before, -1 the last of them. It is -1 for
+    the kinds that concern a whole chunk (GATHER, REDUCE), or the whole rank (VALIDATE, NORM, UPDATE: of chunk 0).
+    `chunk` is the acting rank's own chunk, also for sends and receives. `beside`, of an FB only: the backward that runs
+    together with this forward.
     """
 
     kind: Kind

@@ -32,6 +32,8 @@ _STYLES = {
     Kind.GATHER: ("#8c8c8c", "gather"),
     Kind.REDUCE: ("#c0395b", "reduce"),
     Kind.VALIDATE: ("#4b5563", "validate"),
+    Kind.NORM: ("#a3526e", "begin the norm"),
+    Kind.UPDATE: ("#7a2f4a", "update"),
 }
 _IDLE = "#eceff3"
 _INK, _FAINT, _GRID = "#1f2937", "#6b7280", "#d5dae1"

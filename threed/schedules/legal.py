@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from numbers import Integral
 
 from threed.schedules.action import COMPUTE, PER_CHUNK, RECEIVES, SENDS, Action, Kind
+from threed.schedules.asynchronous import check_open, check_updates
 from threed.schedules.plan import Plan
 
 _NOTHING, _FORWARD, _INPUT, _DONE = range(4)  # what a rank has done of a micro-batch on a chunk
@@ -29,21 +30,24 @@ def legal(plan: Plan) -> None:
     """Checks that every stage computes every micro-batch once and in order.
 
     Each (stage, micro-batch) has one F, and then one B or one I and W; or F alone everywhere. In a bidirectional plan a
-    micro-batch does so on all stages of one way. With reductions or gathers, every rank has all of them. Raises
-    ValueError naming rank and action.
+    micro-batch does so on all stages of one way; in an asynchronous one what the plans before and after have is not in
+    it. With reductions, gathers or updates, every rank has all of them. Raises ValueError naming rank and action.
     """
     sizes = (plan.stages, plan.microbatches, plan.chunks)
-    if not all(isinstance(size, Integral) for size in sizes) or min(sizes) < 1:
+    fewest = (1, 0 if plan.begun else 1, 1)  # what drains a pipeline begins no micro-batch
+    if not all(isinstance(size, Integral) and size >= least for size, least in zip(sizes, fewest, strict=True)):
         raise ValueError(f"plan {plan.name}: stages, micro-batches and chunks must be whole numbers of at least 1")
     if len(plan.ranks) != plan.stages:
         raise ValueError(f"plan {plan.name}: {len(plan.ranks)} lists of actions for {plan.stages} ranks")
     _check_placement(plan)
     check_actions(plan)
+    check_open(plan)
     done = [_walk(plan, rank) for rank in range(plan.stages)]
     _check_complete(plan, done)
     kinds = {action.kind for actions in plan.ranks for action in actions}
     if not kinds.isdisjoint(PER_CHUNK):
         check_reductions(plan)
+        check_updates(plan)
     if Kind.GATHER in kinds:
         _check_gathers(plan)
 
@@ -86,14 +90,16 @@ def _check_placement(plan: Plan) -> None:
 
 
 def _walk(plan: Plan, rank: int) -> list[int]:
-    """What the rank has done at the end, of micro-batch m on chunk c at [c * microbatches + m]."""
-    chunks, count = plan.chunks, plan.microbatches
-    state = [_NOTHING] * (chunks * count)
+    """What the rank has done at the end, of micro-batch m on chunk c at [c * count + before + m]: of `count`, so many
+    are of the step before."""
+    chunks, earlier, count = plan.chunks, plan.before, plan.before + plan.microbatches
+    taken_over = [_FORWARD if plan.is_open(rank, microbatch) else _DONE for microbatch in range(-earlier, 0)]
+    state = (taken_over + [_NOTHING] * plan.microbatches) * chunks
     for number, action in enumerate(plan.ranks[rank]):
         kind, microbatch, chunk, beside = action
         if kind not in COMPUTE:
             known = kind in _COMMUNICATION and beside is None and 0 <= chunk < chunks
-            if not known or (microbatch == -1 if kind not in PER_CHUNK else microbatch != -1):
+            if not known or (microbatch < -earlier if kind not in PER_CHUNK else microbatch != -1):
                 raise _wrong_communication(plan, rank, action)
             continue
         if kind is Kind.FB or beside is not None:
@@ -102,9 +108,9 @@ def _walk(plan: Plan, rank: int) -> list[int]:
         else:
             parts = (action,)
         for kind, microbatch, chunk, _ in parts:
-            at = chunk * count + microbatch
+            at = chunk * count + earlier + microbatch
             before, after = _STEP[kind]
-            if not (0 <= chunk < chunks and 0 <= microbatch < count) or state[at] != before:
+            if not (0 <= chunk < chunks and -earlier <= microbatch < plan.microbatches) or state[at] != before:
                 raise _wrong(plan, rank, number, Action(kind, microbatch, chunk))
             state[at] = after
     return state
@@ -120,10 +126,12 @@ def _wrong(plan: Plan, rank: int, number: int, action: Action) -> ValueError:
     """What is wrong with an action that cannot follow those before it."""
     seen = {part for before in plan.ranks[rank][:number] if before.kind in COMPUTE for part in before.parts}
     where = f"plan {plan.name}: rank {rank}: {action}"
-    if not (0 <= action.chunk < plan.chunks and 0 <= action.microbatch < plan.microbatches):
+    if not (0 <= action.chunk < plan.chunks and -plan.before <= action.microbatch < plan.microbatches):
         return ValueError(f"{where}: there are {plan.chunks} chunks and {plan.microbatches} micro-batches")
     if action in seen:
         return ValueError(f"{where} appears twice")
+    if action.microbatch < 0 and (action.kind is Kind.F or not plan.is_open(rank, action.microbatch)):
+        return ValueError(f"{where}: the step before has done this")
     before = _REQUIRED_BEFORE[action.kind]
     if before is not None and action._replace(kind=before) not in seen:
         return ValueError(f"{where} appears before {action._replace(kind=before)}")
@@ -140,6 +148,8 @@ def _wrong_communication(plan: Plan, rank: int, action: Action) -> ValueError:
 
 
 def _check_complete(plan: Plan, done: Sequence[Sequence[int]]) -> None:
+    if plan.asynchronous:
+        return _check_asynchronous(plan, done)
     whole = _FORWARD if plan.forward_only else _DONE
     count = plan.microbatches
     if plan.ways == 1 and all(state.count(whole) == len(state) for state in map(list, done)):
@@ -156,6 +166,16 @@ def _check_complete(plan: Plan, done: Sequence[Sequence[int]]) -> None:
                 raise ValueError(f"plan {plan.name}: rank {rank}: {other}: this micro-batch goes the other way")
 
 
+def _check_asynchronous(plan: Plan, done: Sequence[Sequence[int]]) -> None:
+    for rank, state in enumerate(done):
+        for microbatch, reached in enumerate(state, -plan.before):
+            if reached != (_FORWARD if plan.is_left(rank, microbatch) else _DONE):
+                kind = Kind.F if reached == _NOTHING else Kind.W if reached == _INPUT else Kind.B
+                found = f"plan {plan.name}: rank {rank}: {Action(kind, microbatch)}"
+                left = plan.is_left(rank, microbatch)
+                raise ValueError(f"{found} is missing" if not left or kind is Kind.F else f"{found} is the next plan's")
+
+
 def _way(plan: Plan, done: Sequence[Sequence[int]], microbatch: int) -> int:
     """The way that a micro-batch takes: that of the rank that begins with it."""
     if plan.ways == 1:
@@ -165,25 +185,31 @@ def _way(plan: Plan, done: Sequence[Sequence[int]], microbatch: int) -> int:
 
 
 def check_reductions(plan: Plan) -> None:
-    """Checks that each chunk with gradients is reduced once, when they are complete. Raises ValueError naming rank and
-    action."""
+    """Checks that each chunk with gradients is reduced once, when they are complete, and before those of the next step
+    come. Raises ValueError naming rank and action."""
     for rank, actions in enumerate(plan.ranks):
         parts = [part for action in actions for part in action.parts]
-        left = Counter(part.chunk for part in parts if part.kind in (Kind.B, Kind.W))
-        used = set(left)
+        left = Counter((part.chunk, part.microbatch >= 0) for part in parts if part.kind in (Kind.B, Kind.W))
+        used = {key for key in left if not (key[1] and plan.is_left(rank, plan.microbatches - 1))}
         for part in parts:
+            own = (part.chunk, False) not in used
             if part.kind in (Kind.B, Kind.W):
-                left[part.chunk] -= 1
+                left[part.chunk, part.microbatch >= 0] -= 1
+                if part.microbatch >= 0 and not own:
+                    reduce = Action(Kind.REDUCE, -1, part.chunk)
+                    raise ValueError(
+                        f"plan {plan.name}: rank {rank}: {part} appears before {reduce} of the step before"
+                    )
             if part.kind is not Kind.REDUCE:
                 continue
             where = f"plan {plan.name}: rank {rank}: {part}"
-            if part.chunk not in used:
+            if (part.chunk, own) not in used:
                 raise ValueError(f"{where}: this chunk has no gradients, or they were reduced before")
-            if left[part.chunk]:
+            if left[part.chunk, own]:
                 raise ValueError(f"{where} appears before the last weight gradient of chunk {part.chunk}")
-            used.discard(part.chunk)
+            used.discard((part.chunk, own))
         if used:
-            raise ValueError(f"plan {plan.name}: rank {rank}: {Action(Kind.REDUCE, -1, min(used))} is missing")
+            raise ValueError(f"plan {plan.name}: rank {rank}: {Action(Kind.REDUCE, -1, min(used)[0])} is missing")
 
 
 def _check_gathers(plan: Plan) -> None:

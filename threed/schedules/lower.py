@@ -12,6 +12,7 @@ channels then every way finishes. Putting a receive just before its first use in
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from threed.schedules.action import COMPUTE, Action, Kind
@@ -21,18 +22,19 @@ from threed.schedules.validation import add_validation
 
 _UNIT_TIME = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 # At equal times what ends comes before what starts, and a message that another rank waits for before a reduction.
-_GATHER, _MESSAGE, _REDUCE, _START, _PHASES = range(5)
+_GATHER, _MESSAGE, _REDUCE, _NORM, _UPDATE, _START, _PHASES = range(7)
 Targets = dict[tuple[int, Kind, int], tuple[Kind, Kind, int, int]]
 
 
 def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
     """Returns the plan with sends, receives and reductions added, with `gathers` the starts of parameter gathers, and
-    with `validates` where the update before it is validated.
+    with `validates` where the update before it is validated; an asynchronous plan gets its update.
 
     A SEND and its RECV stand where the result is made, unless both stages are on one rank; REDUCE follows a chunk's
     last backward; GATHER stands as early as it may, right behind the compute action before the one it is for; VALIDATE
-    as late as it may (`validation.py`). Raises ValueError if the plan is not legal, stalls, or has communication
-    already.
+    as late as it may (`validation.py`). NORM stands where the last rank has reduced the gradients of the step before;
+    UPDATE at the end, or before the backward that completes the next gradients. Raises ValueError if the plan is not
+    legal, stalls, or has communication already.
     """
     for rank, actions in enumerate(plan.ranks):
         for action in actions:
@@ -84,7 +86,7 @@ def _line(plan: Plan, spans: Spans, targets: Targets, gathers: bool) -> tuple[li
 
     for rank, actions in enumerate(spans):
         before = 0.0
-        last: dict[int, float] = {}
+        last: dict[tuple[int, bool], float] = {}
         for action, start, end in actions:
             put(start, _START, rank, action)
             for part in (action,) if action.beside is None else action.parts:
@@ -93,8 +95,21 @@ def _line(plan: Plan, spans: Spans, targets: Targets, gathers: bool) -> tuple[li
                 if (rank, part.kind, part.chunk) in targets:
                     put(end, _MESSAGE, rank, part)
                 if part.kind in (Kind.B, Kind.W):
-                    last[part.chunk] = end
+                    last[part.chunk, part.microbatch >= 0] = end
             before = end
-        for chunk, end in last.items():
-            put(end, _REDUCE, rank, Action(Kind.REDUCE, -1, chunk))
+        for (chunk, own), end in last.items():
+            if not (own and plan.is_left(rank, plan.microbatches - 1)):
+                put(end, _REDUCE, rank, Action(Kind.REDUCE, -1, chunk))
+    for rank, (norm, update) in enumerate(_updates(plan, spans) if plan.begun else ()):
+        put(norm, _NORM, rank, Action(Kind.NORM, -1))
+        put(update, _UPDATE, rank, Action(Kind.UPDATE, -1))
     return whens, whats
+
+
+def _updates(plan: Plan, spans: Spans) -> Iterator[tuple[float, float]]:
+    """When every rank sums the norm of the step before, and when it updates."""
+    norm = max((end for actions in spans for action, _, end in actions if action.microbatch < 0), default=0.0)
+    for rank, actions in enumerate(spans):
+        own = [start for action, start, _ in actions if action.kind is not Kind.F and action.microbatch >= 0]
+        ends = plan.is_left(rank, plan.microbatches - 1) or not own
+        yield norm, max(norm, actions[-1][2] if actions else 0.0) if ends else own[-1]

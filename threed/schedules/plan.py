@@ -28,6 +28,10 @@ class Plan:
     says which. An empty placement is the round-robin one, rank + chunk * stages. ways: 2 where every stage is held
     twice; the first half of every rank's chunks are then those of one way, the second half of the other, and a
     micro-batch takes one of them from end to end.
+
+    An asynchronous plan is a step that overlaps with those before and after it. begun: of every rank, how many of the
+    micro-batches before have their backward in this plan, and their forward behind them; they are -1, -2 ...; empty
+    where there is no step before. left: of every rank, how many of its own have their backward in the next plan.
     """
 
     name: str
@@ -37,6 +41,8 @@ class Plan:
     ranks: tuple[tuple[Action, ...], ...]
     placement: tuple[tuple[int, ...], ...] = ()
     ways: int = 1
+    begun: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("ranks", "placement"):  # a plan is hashed: of lists it makes tuples
@@ -48,6 +54,24 @@ class Plan:
     def total_stages(self) -> int:
         """How many stages the model is cut into."""
         return self.stages * self.chunks // self.ways
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the step overlaps with those before and after it."""
+        return bool(self.begun or self.left)
+
+    @property
+    def before(self) -> int:
+        """How many micro-batches of the step before there are in the plan."""
+        return max(self.begun, default=0)
+
+    def is_open(self, rank: int, microbatch: int) -> bool:
+        """Whether a rank has the forward of a micro-batch of the step before behind it, and its backward not."""
+        return bool(self.begun) and -self.begun[rank] <= microbatch < 0
+
+    def is_left(self, rank: int, microbatch: int) -> bool:
+        """Whether a rank leaves the backward of one of its micro-batches to the next plan."""
+        return bool(self.left) and microbatch >= self.microbatches - self.left[rank]
 
     @cached_property
     def forward_only(self) -> bool:

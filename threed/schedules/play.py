@@ -23,7 +23,8 @@ _NONE = -1
 class _Exchange(NamedTuple):
     """What an F, B or I of a chunk needs from another stage and makes for one: results of micro-batch 0.
 
-    Results are numbers: activations of stage 0, micro-batches in order, then of stage 1 .., then gradients alike.
+    Results are numbers: activations of stage 0, micro-batches in order (those of the step before first), then of stage
+    1 .., then gradients alike.
     """
 
     needs: int
@@ -48,7 +49,7 @@ def play(plan: Plan, duration: Callable[[Action, int], float], latency: float = 
     legal(plan)
     ranks = [[action for action in actions if action.kind in COMPUTE] for actions in plan.ranks]
     sorts = [_sorts(plan, rank, actions, duration, latency) for rank, actions in enumerate(ranks)]
-    made: list[float | None] = [None] * (2 * plan.total_stages * plan.microbatches)
+    made = _made_before(plan)
     spans: list[list[Span]] = [[] for _ in ranks]
     waiting: dict[int, int] = {}  # result -> the rank that waits for it
     runnable = list(range(plan.stages))
@@ -93,6 +94,19 @@ def _run(
     return _NONE
 
 
+def _made_before(plan: Plan) -> list[float | None]:
+    """When every result was made: at 0 those of the step before, the rest not yet."""
+    count = plan.before + plan.microbatches
+    made: list[float | None] = [None] * (2 * plan.total_stages * count)
+    for stage in range(plan.total_stages if plan.before else 0):
+        rank = plan.locate(stage)[0]
+        for microbatch in range(-plan.before, 0):
+            made[stage * count + plan.before + microbatch] = 0.0
+            if not plan.is_open(rank, microbatch):
+                made[(plan.total_stages + stage) * count + plan.before + microbatch] = 0.0
+    return made
+
+
 def _sorts(
     plan: Plan, rank: int, actions: list[Action], duration: Callable[[Action, int], float], latency: float
 ) -> list[_Sort]:
@@ -114,12 +128,12 @@ def _exchange(plan: Plan, rank: int, part: Action, latency: float) -> _Exchange:
     if part.kind is Kind.W:
         return _Exchange(_NONE, 0.0, _NONE)
     backward = 0 if part.kind is Kind.F else plan.total_stages
-    count = plan.microbatches
-    makes = (backward + plan.stage_of(rank, part.chunk)) * count
+    count = plan.before + plan.microbatches
+    makes = (backward + plan.stage_of(rank, part.chunk)) * count + plan.before
     source = plan.producer(rank, part)
     if source is None:
         return _Exchange(_NONE, 0.0, makes)
-    return _Exchange((backward + plan.stage_of(*source)) * count, latency * (source[0] != rank), makes)
+    return _Exchange((backward + plan.stage_of(*source)) * count + plan.before, latency * (source[0] != rank), makes)
 
 
 def _complaints(

@@ -5,12 +5,13 @@ Use: `check_rendezvous(lower(plan))` returns nothing, or raises naming the ranks
 Every send and every receive blocks until the other side stands at the matching one, and messages between two ranks in
 one direction share one in-order channel. A plan that passes also finishes on any transport that buffers or runs
 ahead. REDUCE and GATHER concern other groups of ranks and are passed over here; VALIDATE waits for none that has not
-got there, and must be a consistent cut.
+got there, and must be a consistent cut. UPDATE waits until all ranks have come to NORM.
 """
 
 from __future__ import annotations
 
 from threed.schedules.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+from threed.schedules.asynchronous import norms_begun
 from threed.schedules.legal import check_reductions, legal
 from threed.schedules.plan import Plan
 from threed.schedules.play import play
@@ -41,7 +42,7 @@ def check_rendezvous(plan: Plan) -> None:
                 progress = True
     stuck = [(rank, action) for rank in range(plan.stages) if (action := _head(plan, at, rank)) is not None]
     if stuck:
-        texts = (f"rank {rank} at {action} with rank {_peer(plan, rank, action)}" for rank, action in stuck)
+        texts = (f"rank {rank} at {action} with {_waits_for(plan, rank, action)}" for rank, action in stuck)
         raise ValueError(f"plan {plan.name} deadlocks: {'; '.join(texts)}")
 
 
@@ -52,6 +53,8 @@ def _head(plan: Plan, at: list[int], rank: int) -> Action | None:
 def _partner(plan: Plan, at: list[int], rank: int, action: Action) -> int | None:
     """The rank that takes the next step together with this one: itself for local work; None where this one must
     wait."""
+    if action.kind is Kind.UPDATE:
+        return rank if norms_begun(plan, at) else None
     if action.kind not in SENDS:
         return rank if action.kind not in RECEIVES else None
     peer = _peer(plan, rank, action)
@@ -65,6 +68,10 @@ def _partner(plan: Plan, at: list[int], rank: int, action: Action) -> int | None
             f"plan {plan.name}: rank {rank} sends {action} where rank {peer} receives {other}, not {expected}"
         )
     return peer
+
+
+def _waits_for(plan: Plan, rank: int, action: Action) -> str:
+    return "all ranks" if action.kind is Kind.UPDATE else f"rank {_peer(plan, rank, action)}"
 
 
 def _peer(plan: Plan, rank: int, action: Action) -> int:
@@ -81,11 +88,19 @@ def _check_inputs(plan: Plan) -> None:
         for action in actions:
             for part in action.parts:
                 needs = _needs(plan, rank, part)
-                if needs and have.isdisjoint(needs):
+                if needs and have.isdisjoint(needs) and not _came_before(plan, rank, part):
                     raise ValueError(f"plan {plan.name}: rank {rank}: {action} comes before {needs[0]}")
             if action.kind not in COMPUTE and action in have and action.kind is not Kind.GATHER:
                 raise ValueError(f"plan {plan.name}: rank {rank}: {action} appears twice")
             have.update(action.parts)
+
+
+def _came_before(plan: Plan, rank: int, action: Action) -> bool:
+    """Whether what an action uses was made in the step before, and sent there."""
+    if action.microbatch >= 0 or action.kind in SENDS:
+        return False
+    source = plan.producer(rank, action)
+    return source is not None and not plan.is_open(source[0], action.microbatch)
 
 
 def _needs(plan: Plan, rank: int, action: Action) -> list[Action]:

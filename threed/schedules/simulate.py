@@ -101,7 +101,7 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
     spans = play(plan, lambda action, rank: costs.duration(action, rank, plan), costs.send)
     span, bubble = span_and_bubble(spans)
     return Timeline(
-        makespan=max(actions[-1][2] for actions in spans),
+        makespan=max((actions[-1][2] for actions in spans if actions), default=0.0),
         span=span,
         bubble=bubble,
         peak_activations=tuple(peak_activations(plan, rank) for rank in range(plan.stages)),
@@ -159,7 +159,7 @@ def peak_activations(plan: Plan, rank: int) -> float:
     micro-batches. In a bidirectional plan a micro-batch is on half of the chunks.
     """
     releasing = (Kind.F,) if plan.forward_only else (Kind.B, Kind.W)
-    alive = peak = 0
+    alive = peak = plan.begun[rank] if plan.begun else 0
     for action in plan.ranks[rank]:
         alive += action.kind is Kind.F or action.kind is Kind.FB
         if alive > peak:

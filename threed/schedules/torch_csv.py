@@ -51,8 +51,13 @@ class _Cell(NamedTuple):
 def to_csv(plan: Plan) -> str:
     """Returns the plan's compute actions as text; torch adds communication of its own.
 
-    Raises ValueError for a bidirectional plan: torch has every stage on one rank only.
+    Raises ValueError for a bidirectional plan: torch has every stage on one rank only; and for an asynchronous one.
     """
+    if plan.asynchronous:
+        raise ValueError(
+            f"plan {plan.name} leaves backwards to the next step, and torch.distributed.pipelining ends every step: it"
+            " cannot be written as CSV"
+        )
     if plan.ways > 1:
         raise ValueError(
             f"plan {plan.name} has every stage on two ranks, and torch.distributed.pipelining on one only: "

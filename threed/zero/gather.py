@@ -70,6 +70,7 @@ class Gatherer:
             drive.make_room = self._end_gathers
         self._number = {group: number for number, group in enumerate(layout.groups)}
         self.leaving: Callable[[Group], None] = lambda group: None  # called before a group's memory is freed
+        self.behind = False  # passes read the version of parameters before the one that is gathered
         self.order = 0  # a hash of which groups were gathered, in which order: all ranks must have the same
         for group in layout.groups:
             if group.key.tile is not None:
@@ -112,7 +113,7 @@ class Gatherer:
 
     def wait_for(self, slot: Slot) -> None:
         """Waits until one parameter that stays whole is gathered."""
-        if self._published:
+        if self._published and not self.behind:
             self._wait_for(self._buckets_of_slot.get(slot, ()))
 
     def settle(self) -> None:
@@ -137,7 +138,7 @@ class Gatherer:
 
     def ready(self, unit: int) -> None:
         """Waits until all parameters of a unit are whole; first begins to gather them if `start` has not."""
-        if self._published:
+        if self._published and not self.behind:
             self._wait_for(self._buckets_of_unit.get(unit, ()))
         for group in self._groups_of_unit.get(unit, ()):
             self.open(group, unit)

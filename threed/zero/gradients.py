@@ -6,13 +6,16 @@ none; `leave`, the window of a bucket to be sent; `left`, when that window is no
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from threed import collectives
 from threed.collectives import Pending
+from threed.device import start_copy_in
 from threed.memory.tiers import StagedBuffer, Storage
 from threed.topology import Axis
 from threed.zero.layout import Bucket, Layout, Slot
@@ -213,3 +216,25 @@ def early_sum(bucket: Bucket) -> tuple[Axis, ...]:
 def later_sums(bucket: Bucket) -> tuple[Axis, ...]:
     """Returns the axes to sum over after `early_sum`."""
     return bucket.group.sums[len(early_sum(bucket)) :]
+
+
+def in_order(layout: Layout) -> Iterator[Bucket]:
+    """The buckets in the order of groups, the same on all ranks that share one; in the order of completion stages could
+    deadlock."""
+    return (bucket for group in layout.groups if group.key.trainable for bucket in group.buckets)
+
+
+def sum_over(tensor: Tensor, axes: Sequence[Axis], wire: torch.dtype | None) -> Pending:
+    """Begins to sum a tensor over the axes, one after the other; wire: its format on the way."""
+    for axis in axes[:-1]:
+        tensor = collectives.start_all_reduce(tensor, axis, wire=wire).wait()
+    return collectives.start_all_reduce(tensor, axes[-1], wire=wire) if axes else collectives.done(tensor)
+
+
+def sum_portion(bucket: Bucket, portion: Tensor, axes: Sequence[Axis], wire: torch.dtype | None) -> Pending:
+    """Begins to sum what this rank updates of a bucket over the axes."""
+    holders = bucket.group.holders
+    if holders.size == 1:
+        return sum_over(start_copy_in(portion, bucket.group.params.device), axes, wire)
+    whole = sum_over(bucket.grad.fetch().wait(), axes[:-1], wire).wait()
+    return collectives.start_reduce_scatter(whole, holders, wire=wire, into=portion)

@@ -151,7 +151,8 @@ class Group:
     shard: the axis S that slices are spread over. sums: the axes a slice's gradient is summed over after that.
     holders: the pipeline ranks that each update a portion of the same slice; the last of `sums` if they are several.
     owned: whether this rank's portion, among its replicas, is the one that counts (gradient norm, checkpoint).
-    params: the buffer; that of a sliced group has memory only while it is gathered. grads: all gradients, in their
+    params: the buffer; that of a sliced group has memory only while it is gathered. previous: that of the version
+    before, where there are two; else the same. grads: all gradients, in their
     dtype, where they are kept in full, else [0].
     """
 
@@ -163,6 +164,7 @@ class Group:
     holders: Axis
     owned: bool
     params: Tensor = field(init=False)
+    previous: Tensor = field(init=False)
     grads: Tensor = field(init=False)
     buckets: list[Bucket] = field(init=False)
 
@@ -175,6 +177,7 @@ class Group:
     def nbytes(self) -> int:
         """Bytes of memory that the parameters take between steps."""
         held = [self.params] if not self.sliced else [bucket.own for bucket in self.buckets]
+        held += [self.previous] if self.previous is not self.params else []
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
     @property
@@ -317,6 +320,8 @@ def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
     group.params = make(group.numel, dtype=policy.param_dtype, device=device)
     for slot in group.slots:
         slot.settle(group.view(slot, group.params))
+    twice = group.key.trainable and policy.versions > 1
+    group.previous = torch.zeros_like(group.params) if twice else group.params
     slices = group.key.trainable and policy.slices_gradients
     whole = group.key.trainable and not slices
     group.grads = torch.zeros(group.numel if whole else 0, dtype=policy.grad_dtype, device=device)
@@ -327,7 +332,8 @@ def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
     for bucket in group.buckets:
         own = slice(bucket.own_first, bucket.own_last)
         bucket.storage = params(bucket.share, policy.param_dtype) if group.sliced else InMemory(group.params[own])
-        bucket.grad = optimizer(bucket.share, policy.grad_dtype) if slices else InMemory(group.grads[own])
+        apart = slices or twice
+        bucket.grad = optimizer(bucket.share, policy.grad_dtype) if apart else InMemory(group.grads[own])
         bucket.portion, bucket.portion_grad = _portion(bucket, bucket.storage), _portion(bucket, bucket.grad)
 
 

@@ -45,6 +45,7 @@ from threed.zero.state import (
 )
 from threed.zero.unused import Stretch, Unused
 from threed.zero.update import Before, Update
+from threed.zero.versions import Versions
 
 HOST = torch.device("cpu")
 
@@ -77,6 +78,7 @@ class Optimizer:
         self.skips = torch.zeros((), dtype=torch.float64, device=device)
         self.scaler = Scaler(loss_scale, device)
         self.optimistic = Optimistic(self) if optimistic else None
+        self.versions = Versions(layout, gatherer) if layout.policy.versions > 1 else None
         self.unused: Unused | None = None  # set for a wrapped module
         self._stretches: dict[Bucket, list[Stretch]] = {}
 
@@ -86,15 +88,31 @@ class Optimizer:
         carry: fp64 [k], numbers of this rank (its loss), summed over all ranks in the same all-reduce as the norm. An
         optimistic update does not wait for that: whoever asks for the results does.
         """
-        self.finish_delayed()
-        self._stretches = {} if self.unused is None else self.unused.stretches
-        found = [gradient.squares for gradient in gradients]
-        mine = torch.cat((sum_of_squares(found, self.layout.buckets, carry.device), carry))
+        mine = self._share(gradients, carry)
         if self.optimistic is not None:
             return self.optimistic.step(gradients, mine)
         update = self.before().with_sums(collectives.sum_of_scalars(mine, self.everyone))
         self.apply(gradients, update)
         return lambda: update
+
+    def begin(self, gradients: Sequence[Gradient]) -> Callable[[], Update]:
+        """Begins the sum over all ranks, without a carry; returns what waits for it, updates and gives the results."""
+        mine = self._share(gradients, torch.zeros(0, dtype=torch.float64, device=self.updates.device))
+        before, pending = self.before(), collectives.start_sum_of_scalars(mine, self.everyone)
+
+        def end() -> Update:
+            update = before.with_sums(pending.wait())
+            self.apply(gradients, update)
+            return update
+
+        return end
+
+    def _share(self, gradients: Sequence[Gradient], carry: Tensor) -> Tensor:
+        """This rank's share of the sums that an update depends on, fp64 [2 + k]."""
+        self.finish_delayed()
+        self._stretches = {} if self.unused is None else self.unused.stretches
+        found = [gradient.squares for gradient in gradients]
+        return torch.cat((sum_of_squares(found, self.layout.buckets, carry.device), carry))
 
     def before(self) -> Before:
         """Returns what an update begins with."""
@@ -103,6 +121,8 @@ class Optimizer:
 
     def apply(self, gradients: Sequence[Gradient], update: Update) -> None:
         """Counts an update, and begins to do it."""
+        if self.versions is not None:
+            self.versions.turn()
         self.updates += 1 - update.skip
         self.skips += update.skip
         self.scaler.update(update.skip)
@@ -238,6 +258,10 @@ class Optimizer:
         self._torn = True
         yield
         self._torn = False
+
+    def tear(self) -> None:
+        """Marks the states as inconsistent, until a load."""
+        self._torn = True
 
     def check_whole(self) -> None:
         """Raises RuntimeError when a change of the states was interrupted."""

@@ -33,7 +33,8 @@ class Policy:
     params_tier: stores slices of parameters under stage 3. optimizer_tier: stores the optimizer's state and, from
     stage 2 on, slices of gradients. By default both are on the device. With a tier, they are slices also on one rank.
     host: where a tier's values are worked on. states_once: pipeline ranks that hold the same parameters share the
-    optimizer's states of them, each a part; not with tiers.
+    optimizer's states of them, each a part; not with tiers. versions: 2 where a step begins before the update of the
+    one before it: of parameters, and a copy of the slices of gradients.
     """
 
     stage: int
@@ -49,6 +50,7 @@ class Policy:
     optimizer_tier: Tier | None = None
     host: torch.device = CPU
     states_once: bool = False
+    versions: int = 1
 
     @property
     def drives(self) -> set[Drive]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from threed.sharding import Box, Piece, boxes
 from threed.zero.optimizer import Optimizer
+from threed.zero.state import PREVIOUS as PREVIOUS
 from threed.zero.state import WEIGHT as WEIGHT
 from threed.zero.state import State, drop_all, fetched_in_turn
 
@@ -51,8 +52,13 @@ class Record:
 
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
     """Yields every box this rank holds, part by part within each run, in buffer order; by default all parts."""
-    for state in (*optimizer.states, *optimizer.frozen):
+    for state in _states(optimizer):
         yield from _records_of(state, parts)
+
+
+def _states(optimizer: Optimizer) -> list[State]:
+    earlier = optimizer.versions.earlier if optimizer.versions else []
+    return [*optimizer.states, *optimizer.frozen, *earlier]
 
 
 def _records_of(state: State, parts: tuple[str, ...] | None) -> Iterator[Record]:
@@ -78,7 +84,8 @@ def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Recor
 def fill(
     optimizer: Optimizer, source: Callable[[str, Piece, Box], Tensor], parts: tuple[str, ...] | None = None
 ) -> None:
-    """Sets every box this rank holds from `source(part, piece, box)` [*box.size] and gathers the parameters."""
+    """Sets every box this rank holds from `source(part, piece, box)` [*box.size] and gathers the parameters. Where
+    there are two versions of them and one is set, the other becomes the same."""
     if parts is None:
         optimizer.discard()
     else:
@@ -88,10 +95,12 @@ def fill(
     with optimizer.changing():
         optimizer.gatherer.settle()  # a gather in flight may still read what is written here
         optimizer.gatherer.release_all()  # what is gathered now would be stale
-        for state in (*optimizer.states, *optimizer.frozen):
+        for state in _states(optimizer):
             wanted = [part for part in state.storages if parts is None or part in parts]
             with optimizer.held(state, wanted, write=True) as held:
                 for record in _records_of(state, parts):
                     record.of(held[record.part]).copy_(source(record.part, record.piece, record.box))
         optimizer.gatherer.complete()
         optimizer.gatherer.settle()
+        if optimizer.versions is not None:
+            optimizer.versions.restore(whole=parts is None)

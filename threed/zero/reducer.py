@@ -15,7 +15,6 @@ is lost, and none is counted twice.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,17 +25,17 @@ from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
-from threed.device import start_copy_in
 from threed.memory.tiers import InMemory, StagedBuffer, start_copy
 from threed.planner.memory import BUCKETS_IN_FLIGHT
 from threed.topology import Axis
+from threed.zero import gradients as sums
 from threed.zero.deferral import Deferral
 from threed.zero.gradients import BucketGradients, FullGradients, Gradient, Gradients, InFlight, early_sum, later_sums
 from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.norm import squares
 from threed.zero.others import left
 from threed.zero.sink import EVER, Sink, taken_by, too_late
-from threed.zero.unused import Unused
+from threed.zero.unused import Unused, warn_of_unused
 
 
 @dataclass(eq=False)
@@ -196,7 +195,7 @@ class Reducer:
         staged = bucket.grad.fetch() if add else bucket.grad.empty()
         shard, into = bucket.group.shard, staged.values
         if shard.size == 1:
-            pending = self._sum_over(window, early_sum(bucket))
+            pending = sums.sum_over(window, early_sum(bucket), self.wire)
         elif into.device != window.device:
             pending = collectives.start_reduce_scatter(window, shard, wire=self.wire)
         else:
@@ -284,6 +283,31 @@ class Reducer:
 
     def finish(self) -> list[Gradient]:
         """Ends the step: returns what this rank updates of the summed gradients, bucket by bucket."""
+        self._end_passes()
+        for bucket in sums.in_order(self.layout):
+            if axes := later_sums(bucket):
+                self._limit_in_flight(bucket)
+                self._in_flight.append(self._in_flight_over(bucket, axes))
+        self._complete_all()
+        return [self._gradient(bucket) for bucket in self.layout.buckets]
+
+    def close(self) -> Callable[[], list[Gradient]]:
+        """Ends the step as `finish` does, but waits for no other stage: returns what waits, and gives the slices. The
+        next step may `begin` before that is called; it must not end before, and slices need memory of their own."""
+        self._end_passes()
+        squares, self._squares = self._squares, {}
+        order = sums.in_order(self.layout)
+        rest = [self._in_flight_over(bucket, axes) for bucket in order if (axes := later_sums(bucket))]
+
+        def gradients() -> list[Gradient]:
+            self._in_flight.extend(rest)
+            self._complete_all()
+            self._squares = {**squares, **self._squares}
+            return [self._gradient(bucket) for bucket in self.layout.buckets]
+
+        return gradients
+
+    def _end_passes(self) -> None:
         self.all_passes_ended()
         self._send_idle()
         self._complete_all()
@@ -296,29 +320,14 @@ class Reducer:
         if self.unused is not None:
             self.unused.agree({sink.slot for sink in self.sinks if sink.used})
         elif self._learning:
-            self._warn_of_unused()
+            warn_of_unused(self.layout, {sink.slot for sink in self.sinks if not sink.used}, self.warns)
         self._ended, self._learning = 0, False
-        return self._sum_rest()
 
-    def _sum_rest(self) -> list[Gradient]:
-        """Sums each bucket's slice over the remaining axes, and returns what this rank updates of it. The order is that
-        of groups, the same on all ranks that share one; in the order of completion stages could deadlock."""
-        for bucket in (bucket for group in self.layout.groups if group.key.trainable for bucket in group.buckets):
-            if axes := later_sums(bucket):
-                self._limit_in_flight(bucket)
-                staged = bucket.portion_grad.fetch()
-                pending = self._sum_portion(bucket, staged.wait(), axes)
-                self._in_flight.append(InFlight(bucket, None, pending, staged, add=False, complete=True))
-        self._complete_all()
-        return [self._gradient(bucket) for bucket in self.layout.buckets]
-
-    def _sum_portion(self, bucket: Bucket, portion: Tensor, axes: tuple[Axis, ...]) -> Pending:
-        """Begins to sum what this rank updates of a bucket over the axes."""
-        holders = bucket.group.holders
-        if holders.size == 1:
-            return self._sum_over(start_copy_in(portion, bucket.group.params.device), axes)
-        whole = self._sum_over(bucket.grad.fetch().wait(), axes[:-1]).wait()
-        return collectives.start_reduce_scatter(whole, holders, wire=self.wire, into=portion)
+    def _in_flight_over(self, bucket: Bucket, axes: tuple[Axis, ...]) -> InFlight:
+        """Begins to sum a bucket's slice over the remaining axes."""
+        staged = bucket.portion_grad.fetch()
+        pending = sums.sum_portion(bucket, staged.wait(), axes, self.wire)
+        return InFlight(bucket, None, pending, staged, add=False, complete=True)
 
     def _gradient(self, bucket: Bucket) -> Gradient:
         if bucket not in self._squares:  # the step had fewer micro-batches than announced
@@ -326,11 +335,6 @@ class Reducer:
             self._squares[bucket] = squares(staged.wait())
             staged.drop()
         return Gradient(bucket.portion_grad, self._squares[bucket])
-
-    def _sum_over(self, tensor: Tensor, axes: tuple[Axis, ...]) -> Pending:
-        for axis in axes[:-1]:
-            tensor = collectives.start_all_reduce(tensor, axis, wire=self.wire).wait()
-        return collectives.start_all_reduce(tensor, axes[-1], wire=self.wire) if axes else collectives.done(tensor)
 
     # ------------------------------------------------------------------------------------- gradients that came late
 
@@ -342,19 +346,6 @@ class Reducer:
         for slot, grad in left(self._sinks):
             slot.param.grad = None
             self.keep_aside(slot, grad.to_dense() if grad.is_sparse else grad)
-
-    def _warn_of_unused(self) -> None:
-        """Warns of the parameters that no rank used in the first step."""
-        policy = self.layout.policy
-        own = {slot for group in self.layout.groups if not group.key.tied for slot in group.slots}
-        never = {sink.slot.spec.name for sink in self.sinks if not sink.used and sink.slot in own}
-        for axis in (policy.shard, policy.replicas):
-            never.intersection_update(*collectives.exchange(sorted(never), axis))
-        if never and self.warns and policy.shard.index == policy.replicas.index == 0:
-            names = ", ".join(sorted(never))
-            warnings.warn(
-                f"no gradient came to {names} in the first step: they change by weight decay only", stacklevel=2
-            )
 
     def keep_aside(self, slot: Slot, grad: Tensor) -> None:
         """Adds a late gradient to those set aside in this step."""
@@ -393,6 +384,6 @@ class Reducer:
             total = collectives.start_reduce_scatter(window, policy.shard, wire=self.wire)
             staged = bucket.grad.fetch()
             own = staged.wait()
-            own.add_(self._sum_over(total.wait(), early_sum(bucket)).wait().to(own.device))
+            own.add_(sums.sum_over(total.wait(), early_sum(bucket), self.wire).wait().to(own.device))
             self._store(bucket, staged, complete=not later_sums(bucket))
         self._aside.clear()

@@ -18,7 +18,7 @@ from threed.ops.sgd import SGD
 from threed.ops.update import Rule
 from threed.planner.memory import drive_buffers, update_buffers
 from threed.precision import LossScale, dtype
-from threed.schedules import Costs, Plan, time_between_steps
+from threed.schedules import Costs, Plan, is_asynchronous, time_between_steps
 from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
 from threed.zero.layout import GroupOptions, HasModules, Layout, Policy
@@ -64,6 +64,7 @@ def policy(config: Config, topology: Topology, ways: int = 1) -> Policy:
         resident=config.zero.resident, options=group_options(config.optim), arena=config.recompute.arena,
         params_tier=params, optimizer_tier=optimizer, host=host,
         states_once=ways > 1 and params is None and optimizer is None,
+        versions=1 + is_asynchronous(config.parallel.schedule),
     )  # fmt: skip
 
 
@@ -152,7 +153,12 @@ def is_optimistic(config: Config, plan: Plan) -> bool:
     zero, asked = config.zero, config.parallel.optimistic_step
     if asked != "auto":
         return asked
-    if plan.stages == 1 or zero.delayed_update or {zero.offload_optimizer, zero.offload_params} != {"none"}:
+    if (
+        plan.stages == 1
+        or plan.asynchronous
+        or zero.delayed_update
+        or {zero.offload_optimizer, zero.offload_params} != {"none"}
+    ):
         return False
     return time_between_steps(plan, Costs(1.0, 1.0, 1.0)) > 1e-6  # rounding of parts of chunks is no gain
 

@@ -22,6 +22,7 @@ from threed.planner.memory import UPDATES_AHEAD
 from threed.zero.layout import Bucket, Layout, Policy
 
 WEIGHT = "weight"
+PREVIOUS = "previous"  # parameters of the version before, where there are two (`threed.zero.versions`)
 GRADIENT, PARAMETER = "gradient", "parameter"  # what an update stages besides a bucket's state
 
 
@@ -157,6 +158,7 @@ def _places(layout: Layout, states: Sequence[State]) -> Iterator[tuple[str, Tens
     policy = layout.policy
     for group in layout.groups:
         yield "parameters", group.params, False
+        yield "parameters", group.previous, False
         yield "gradients", group.grads, False
     buckets = [bucket for group in layout.groups for bucket in group.buckets]
     found = [("parameters", bucket.storage, policy.params_tier) for bucket in buckets]

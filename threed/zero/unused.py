@@ -23,6 +23,17 @@ from threed.zero.layout import Bucket, Layout, Slot
 Stretch = tuple[int, int, Tensor | None]  # elements [first, last) of a slice; updates before first use
 
 
+def warn_of_unused(layout: Layout, unused: Set[Slot], warns: bool) -> None:
+    """Warns of the parameters that no rank used in the first step, if this rank `warns`. Collective."""
+    policy = layout.policy
+    never = {s.spec.name for group in layout.groups if not group.key.tied for s in group.slots if s in unused}
+    for axis in (policy.shard, policy.replicas):
+        never.intersection_update(*collectives.exchange(sorted(never), axis))
+    if never and warns and policy.shard.index == policy.replicas.index == 0:
+        names = ", ".join(sorted(never))
+        warnings.warn(f"no gradient came to {names} in the first step: they change by weight decay only", stacklevel=3)
+
+
 class Unused:
     """Tracks which trainable parameters were never used. updates: the number done so far, a scalar tensor."""
 

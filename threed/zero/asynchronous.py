@@ -1,0 +1,120 @@
+"""Steps that overlap: a batch's last backwards run between the next one's first forwards (PipeDream-2BW).
+
+    steps    = Asynchronous(blueprint.lowered, reducer, optimizer)
+    executor = Executor(..., steps.all_passes_ended, updates=steps)
+    losses   = steps.run(executor.run, micro_batches)       # makes the update of the batch before
+    steps.drain(executor.run)                               # that of the last batch
+
+A batch runs with one version of the weights: the newest one when it begins. The update of the batch before comes while
+it runs, and makes the version that the next one begins with. So an update's gradients are of weights that are one
+update older than those it changes (arXiv 2006.09503, section 3.1); nothing changes in that where steps are drained in
+between. The gradient norm is that of all stages: its sum begins where the last of them has its gradients, and is waited
+for at the end of the step. Until then a copy of the gradients is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from threed import collectives
+from threed.layers import MicroBatch
+from threed.schedules import Plan, drain, first
+from threed.zero.gradients import Gradient
+from threed.zero.optimizer import Optimizer
+from threed.zero.reducer import Reducer
+from threed.zero.update import Update
+
+Run = Callable[[Plan, Sequence[MicroBatch]], list[Tensor]]  # a plan, as `Executor.run`
+
+
+class Asynchronous:
+    """Runs asynchronous plans, and makes their updates when the executor comes to them.
+
+    lowered(count, part=): a step's plan with its communication, of so many micro-batches, or a part of it.
+    open: the micro-batches of the last step, while its update is not made; else 0. seconds: host time of the last
+    plan's reductions, and of its update.
+    """
+
+    def __init__(self, lowered: Callable[..., Plan], reducer: Reducer, optimizer: Optimizer) -> None:
+        assert optimizer.versions is not None
+        self.lowered, self.reducer, self.optimizer, self.versions = lowered, reducer, optimizer, optimizer.versions
+        self.open = 0
+        self.seconds = [0.0, 0.0]
+        self._running = 0  # micro-batches of the step that runs
+        self._updated = True  # the newest weights are newer than those that this step's batch runs with
+        self._gradients: Callable[[], list[Gradient]] = list
+        self._end: Callable[[], Update]
+        zero, one = torch.zeros_like(optimizer.updates), torch.ones_like(optimizer.updates)
+        self._last = Update(zero, one, zero, one, zero, zero, zero[None])
+
+    def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
+        """Runs a step: what the last one has left, and the micro-batches as far as they are not left to the next.
+        Returns their losses on the last stage."""
+        count = len(micros)
+        if self.open not in (0, count):
+            self.drain(run)
+        if not self.open:
+            self.reducer.begin(count)
+        return self._run(run, self.lowered(count, part=None if self.open else first), micros)
+
+    def drain(self, run: Run) -> None:
+        """Runs what the last step has left, and makes its update; layers read the newest weights then."""
+        if self.open:
+            with torch.inference_mode(False):
+                self._run(run, self.lowered(self.open, part=drain), ())
+        self.versions.show(newest=True)
+
+    def _run(self, run: Run, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
+        self.optimizer.check_whole()
+        before, self.open, self._running = self.open, 0, len(micros)
+        self._updated, self.seconds = not before, [0.0, 0.0]
+        try:
+            losses = run(plan, micros)
+        except BaseException:
+            self.optimizer.tear()  # gradients of two batches are lost
+            raise
+        self.open = len(micros)
+        return losses
+
+    def results(self, carry: Tensor) -> Callable[[], Update]:
+        """Begins to sum numbers of a step over all ranks, fp64 [k]; returns what gives them, with the results of the
+        newest update."""
+        sums = collectives.start_sum_of_scalars(carry, self.optimizer.everyone)
+        last = replace(self._last, skips=self.optimizer.skips.clone())
+        return lambda: replace(last, sums=sums.wait())
+
+    # ------------------------------------------------------------------------------------ what the executor comes to
+
+    def use(self, before: bool) -> None:
+        """Shows the layers the weights that the next pass runs with; before: it is of the step before."""
+        self.versions.show(newest=not (before or self._updated))
+
+    def all_passes_ended(self, chunk: int | None = None) -> None:
+        """Ends a batch's backwards on this rank; those of the next one come now."""
+        with self._timed(0):
+            self._gradients = self.reducer.close()
+            if self._running:
+                self.reducer.begin(self._running)
+
+    def norm(self) -> None:
+        """Begins the sum of the gradients' norm."""
+        with self._timed(1):
+            gradients, self._gradients = self._gradients, list  # else their sums would stay in memory
+            self._end = self.optimizer.begin(gradients())
+
+    def update(self) -> None:
+        """Waits for it, and updates the weights."""
+        with self._timed(1):
+            self._last, self._updated = self._end(), True
+
+    @contextmanager
+    def _timed(self, phase: int) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - began
