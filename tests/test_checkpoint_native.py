@@ -78,7 +78,7 @@ def sealed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Changes a manifest, and its own hash with it, as somebody would who means it."""
     body = json.loads((path / "manifest.json").read_text())
     change(body)
-    del body["sha256"]
+    body.pop("sha256", None)
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     (path / "manifest.json").write_text(json.dumps({**body, "sha256": digest}))
 

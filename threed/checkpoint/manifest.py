@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from threed.checkpoint.files import CheckpointError, sha256
+from threed.checkpoint.files import CheckpointError, plain, sha256
 
 FORMAT = "threed-checkpoint"
 VERSION = 2  # 1 had neither buffers nor generators
@@ -129,17 +129,12 @@ def check_structure(manifest: Mapping[str, Any]) -> None:
         _Manifest.model_validate(manifest)
     except ValidationError as error:
         some = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False)[:3]]
-        raise CheckpointError(_plain("; ".join(some))) from None
+        raise CheckpointError(plain("; ".join(some))) from None
     names = [entry["file"] for entry in manifest["files"]]
     if len(set(names)) < len(names):
         raise CheckpointError("it names a file twice")
     for problem in _coverage_problems(manifest["files"]):
         raise CheckpointError(problem)
-
-
-def _plain(text: str) -> str:
-    """Text of a stranger's, cut and escaped for a terminal."""
-    return text[:500].encode("unicode_escape").decode()
 
 
 # --------------------------------------------------------------------------------------------------------- coverage
@@ -211,7 +206,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}") from None
     except (OSError, ValueError, RecursionError, MemoryError) as error:
-        raise CheckpointError(f"{file} cannot be read: {_plain(str(error)) or type(error).__name__}") from None
+        raise CheckpointError(f"{file} cannot be read: {plain(error) or type(error).__name__}") from None
     if not stated or manifest.get("format") != FORMAT or manifest.get("version") not in (1, VERSION):
         raise CheckpointError(f"{file} is not that of a version 1 or {VERSION} {FORMAT}")
     if manifest.get("sha256") != stated:

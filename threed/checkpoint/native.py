@@ -27,7 +27,7 @@ from threed.atomic import building_place, publish, write_text
 from threed.buffers import of_bytes
 from threed.checkpoint import fit
 from threed.checkpoint.extras import Extras
-from threed.checkpoint.files import CheckpointError, begin, stream_tensors
+from threed.checkpoint.files import CheckpointError, begin, plain, stream_tensors
 from threed.checkpoint.manifest import FORMAT, VERSION, check_structure, digest
 from threed.checkpoint.manifest import MANIFEST as MANIFEST
 from threed.checkpoint.manifest import read_manifest as read_manifest
@@ -227,7 +227,7 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
+        raise CheckpointError(f"{file} cannot be read: {plain(error)}") from None
 
 
 def _contents(handle: Any) -> dict[str, tuple[str, list[int]]]:
@@ -294,7 +294,7 @@ def _checked(
     except CheckpointError as error:
         return None, [str(error)]
     except Exception as error:
-        return None, [f"{path} cannot be read: {type(error).__name__}: {error}"]
+        return None, [f"{path} cannot be read: {type(error).__name__}: {plain(error)}"]
 
 
 def _differences(reader: Reader, here: fit.Expected, old: bool) -> list[str]:
@@ -324,7 +324,7 @@ def model_differences(manifest: Mapping[str, Any], config: Config) -> list[str]:
     """Returns what of the model's shape differs between a checkpoint and a configuration, one line each."""
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
     return [
-        f"the checkpoint's model has {key} = {saved.get(key)}, this run has {value}: resume with the same shape,"
+        f"the checkpoint's model has {key} = {plain(saved.get(key))}, this run has {value}: resume with the same shape,"
         " or start anew with --checkpoint.resume none"
         for key, value in wanted.items()
         if key != "dropout" and saved.get(key) != value
