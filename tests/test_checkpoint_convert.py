@@ -11,8 +11,10 @@ import torch
 from tests.configs import engine_of
 from tests.harness import run_ranks
 from tests.test_checkpoint_hf import config_of, load_strictly
+from tests.test_checkpoint_native import sealed
 from threed.checkpoint.convert import convert
 from threed.checkpoint.files import CheckpointError
+from threed.data.tokenizer import ByteTokenizer, load_tokenizer
 
 
 def save(path: Path) -> None:
@@ -35,6 +37,26 @@ def test_convert_exports_with_the_tokenizer_of_the_run(step: Path, tmp_path: Pat
     assert load_strictly(out).dtype == torch.bfloat16
     without = convert(str(step), str(tmp_path / "without"), tokenizer="none")
     assert not (without / "tokenizer.json").exists()
+
+
+def test_convert_copies_no_tokenizer_but_that_of_the_run(step: Path, tmp_path: Path) -> None:
+    """A checkpoint may name any path of this machine: only files whose contents it was saved with are copied."""
+    theirs, named = tmp_path / "tokenizer.json", tmp_path / "step"
+    ByteTokenizer().save_hf(tmp_path)
+    shutil.copytree(step, named)
+    sealed(named, lambda body: body["config"]["data"].update(tokenizer=str(theirs)))
+    for hashes in (None, {}, {"tokenizer.json": "0" * 64}, load_tokenizer(str(theirs)).files):
+        sealed(named, lambda body, hashes=hashes: body["state"]["extra"].update(tokenizer=hashes))
+        if hashes is None or len(hashes) < 3:
+            with pytest.raises(
+                CheckpointError, match=r"tokenizer it was trained with, .*give --tokenizer bytes, a path"
+            ):
+                convert(named, tmp_path / "out")
+    assert (convert(named, tmp_path / "out") / "tokenizer.json").read_bytes() == theirs.read_bytes()
+    (tmp_path / "tokenizer_config.json").write_text('{"a secret": 1}')
+    with pytest.raises(CheckpointError, match="has other files now"):
+        convert(named, tmp_path / "again")
+    assert (convert(named, tmp_path / "again", tokenizer=str(theirs)) / "tokenizer_config.json").is_file()
 
 
 def test_convert_refuses_with_the_fix(step: Path, tmp_path: Path) -> None:

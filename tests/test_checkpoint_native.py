@@ -78,7 +78,7 @@ def sealed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Changes a manifest, and its own hash with it, as somebody would who means it."""
     body = json.loads((path / "manifest.json").read_text())
     change(body)
-    del body["sha256"]
+    body.pop("sha256", None)
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     (path / "manifest.json").write_text(json.dumps({**body, "sha256": digest}))
 
@@ -124,6 +124,40 @@ def lead_out(path: Path) -> None:
     sealed(path, lambda body: body["files"][1].update(file="../outside.safetensors"))
 
 
+def boxes_of(body: dict[str, Any]) -> list[Any]:
+    """The boxes of a manifest's second file."""
+    return list(body["files"][1]["boxes"])
+
+
+def shift_a_box(body: dict[str, Any]) -> None:
+    """Two boxes of one size become the same one: the counts add up, and some values are there twice."""
+    seen: dict[str, list[Any]] = {}
+    for box in (box for entry in body["files"] for box in entry["boxes"]):
+        other = seen.setdefault(json.dumps([box[0], box[1], box[4]]), box[3])
+        if other != box[3]:
+            box[3] = other
+            return
+
+
+def rename(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda body: boxes_of(body)[0].__setitem__(1, name)
+
+
+def gone(file: Path) -> Path:
+    """Its name, free now."""
+    file.unlink()
+    return file
+
+
+def resealed(path: Path, at: int, new: bytes | None, old: bytes = b"", by: bytes = b"") -> None:
+    """Changes a file of tensors, and all the hashes with it: some bytes at a place, or one text by another."""
+    file = path / "rank-00001.safetensors"
+    data = file.read_bytes()
+    data = data.replace(old, by) if new is None else data[:at] + new + data[at + len(new) :]
+    file.write_bytes(data)
+    sealed(path, lambda body: body["files"][1].update(sha256=hashlib.sha256(data).hexdigest(), size=len(data)))
+
+
 # Damage, and what the error must name.
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "bit of a value": (lambda p: flip(p / "rank-00002.safetensors", -5), "rank-00002.safetensors is damaged"),
@@ -142,7 +176,24 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "of the future": (lambda p: sealed(p, lambda body: body.update(version=99)), "manifest.json is not that of"),
     "bit of a counter": (lambda p: replace_text(p, '"steps": 2', '"steps": 3'), "manifest.json is damaged"),
     "a box too few": (lambda p: sealed(p, lambda body: body["files"][2]["boxes"].pop()), "values of exp_avg_sq of"),
-    "a file too few": (lambda p: sealed(p, lambda body: body["files"].pop()), "the checkpoint has 0 of"),
+    "a file too few": (lambda p: sealed(p, lambda body: body["files"].pop()), "values of weight of"),
+    "a hole and an overlap": (lambda p: sealed(p, shift_a_box), "manifest.json is not valid: boxes of"),
+    "a box outside": (lambda p: sealed(p, lambda body: boxes_of(body)[0][3].append(0)), "has other dimensions than"),
+    "another shape": (lambda p: sealed(p, lambda body: boxes_of(body)[0][2].__setitem__(0, 1)), "has shape"),
+    "a start of infinity": (lambda p: sealed(p, lambda body: boxes_of(body)[0][3].append(math.inf)), "boxes.0.3"),
+    "updates of infinity": (lambda p: sealed(p, lambda body: body["state"].update(updates=math.inf)), "state.updates"),
+    "fewer than no samples": (lambda p: sealed(p, lambda body: body["state"].update(consumed=-5)), "state.consumed"),
+    "a step in doubles": (lambda p: sealed(p, lambda body: body["state"].update(steps=1e300)), "state.steps"),
+    "no counters": (lambda p: sealed(p, lambda body: body.update(state=[])), "manifest.json is not valid: state"),
+    "a name for terminals": (lambda p: sealed(p, rename("\x1b[2J")), "boxes.0.1: Value error, must be printable"),
+    "a file twice": (lambda p: sealed(p, lambda body: body["files"].append(body["files"][0])), "names a file twice"),
+    "a deep nest": (lambda p: (p / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
+    "a long number": (lambda p: (p / "manifest.json").write_text("9" * 5000), "manifest.json cannot be read"),
+    "a pipe": (lambda p: os.mkfifo(gone(p / "manifest.json")), "manifest.json cannot be read: it is no plain file"),
+    "a manifest's folder": (lambda p: gone(p / "manifest.json").mkdir(), "cannot be read: it is no plain file"),
+    "a header of exabytes": (lambda p: resealed(p, 0, b"\xff" * 7 + b"\0"), "rank-00001.safetensors cannot be read"),
+    "a header that is none": (lambda p: resealed(p, 8, b"{{"), "rank-00001.safetensors cannot be read"),
+    "other dtypes": (lambda p: resealed(p, 8, None, b'"F32"', b'"I32"'), "box 0 of rank-00001.safetensors is not the"),
     "not there": (lambda p: shutil.rmtree(p), "it has no manifest.json"),
 }  # fmt: skip
 

@@ -86,6 +86,16 @@ def past_damage(folder: Path, data: Data) -> None:
     assert f"resumed    {step(folder, 23)}" in said
     assert checkpoints(folder) == ["step-30", "step-23"]
     assert logged(folder) == list(range(1, 31))
+    (step(folder, 30) / native.MANIFEST).unlink()
+    os.mkfifo(step(folder, 30) / native.MANIFEST)  # whose opening waits for a writer
+    (step(folder, 31)).mkdir()
+    (step(folder, 31) / native.MANIFEST).write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"step-31/manifest\.json cannot be read"):
+        run(folder, data, checkpoint={"resume": str(step(folder, 31))})
+    said = run(folder, data, train={"steps": 24})
+    assert said.count("skipped a checkpoint") == 2
+    assert f"resumed    {step(folder, 23)}" in said
+    assert aside(folder)[-1] == ["step-30", "step-31"]
 
 
 def test_damaged_checkpoints_push_no_good_one_out(tmp_path: Path) -> None:

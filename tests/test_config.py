@@ -106,6 +106,14 @@ def test_later_layers_win(tmp_path: Path) -> None:
     assert (by_path.train.steps, by_path.run.name) == (7, "mine")
 
 
+def test_no_path_has_a_nul(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('[run]\ndir = "a\\u0000b"\n[checkpoint]\nresume = "\\u0000"\n')
+    with pytest.raises(ConfigError) as caught:
+        load(["--config", str(tmp_path / "mine.toml")])
+    assert [line.split()[0] for line in caught.value.problems] == ["--checkpoint.resume", "--run.dir"]
+    assert all("must not have a NUL character" in line for line in caught.value.problems)
+
+
 def test_a_name_as_a_flag_beats_the_folder_of_a_file(tmp_path: Path) -> None:
     """A run's config.toml holds its folder; a run of another name that starts from it must not train into that one."""
     file = tmp_path / "config.toml"
@@ -560,7 +568,9 @@ def test_toml_of_defaults_and_resolved_round_trips(tmp_path: Path) -> None:
         assert named == config
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda text: text != "none")
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(
+    lambda text: text != "none"
+)
 
 
 @given(

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,41 @@ def test_a_cache_that_cannot_be_written_is_named(house: Path) -> None:
     done = run(house, "-c", STATUS)
     assert done.stdout.startswith(f"none: cannot build in {house / 'cache' / 'threed'}")
     assert "XDG_CACHE_HOME" in done.stdout
+
+
+# What somebody else could have done to the cache, and what the refusal names.
+CACHES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "a folder for everybody": (lambda folder, file: folder.chmod(0o777), "others may write {folder}"),
+    "a folder for a group": (lambda folder, file: folder.chmod(0o770), "others may write {folder}"),
+    "a file for everybody": (lambda folder, file: file.chmod(0o757), "others may write {file}"),
+    "a link": (lambda folder, file: linked(file), "{file} is a link or another user's"),
+    "a folder above": (lambda folder, file: folder.parent.chmod(0o777), "may be written by everybody"),
+    "a file of another user": (lambda folder, file: os.chown(file, 65534, -1), "{file} is a link or another user's"),
+    "a folder of another user": (lambda folder, file: os.chown(folder, 65534, -1), "{folder} is a link or another"),
+}
+
+
+def linked(file: Path) -> None:
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to("elsewhere")
+
+
+def test_a_library_is_loaded_only_where_nobody_else_may_write(house: Path) -> None:
+    script = "import os; os.umask(0)\n" + ANSWER  # the widest
+    for name, (change, wanted) in CACHES.items():
+        if "another user" in name and os.geteuid():
+            continue  # only root can give files away
+        shutil.rmtree(house / "cache", ignore_errors=True)
+        (house / "cache").mkdir()
+        assert run(house, "-c", script).stdout == "42\n"
+        file = libraries(house)[0]
+        assert file.parent.stat().st_mode & 0o7777 == 0o700
+        assert not file.stat().st_mode & 0o022
+        change(file.parent, file)
+        done = run(house, "-c", STATUS)
+        assert wanted.format(folder=file.parent, file=file) in done.stdout, (name, done.stdout)
+        assert done.stdout.startswith("none: ")
+        assert "portable torch path" in done.stderr
 
 
 def test_it_can_be_switched_off(house: Path) -> None:

@@ -96,7 +96,8 @@ def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
         wanted = Path(os.environ.get("THREED_CACHE") or "~/.cache/threed")
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
         wanted = wanted.expanduser().absolute()
-        wanted.mkdir(parents=True, exist_ok=True)
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        wanted.mkdir(mode=0o700, exist_ok=True)  # compiled code may lie there too, which nobody else may write
         with tempfile.TemporaryFile(dir=wanted):
             return wanted, ""
     fallback = _private_temporary_folder()

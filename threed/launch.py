@@ -22,6 +22,7 @@ from threed.arguments import Options, format_problems, help_text, load, load_che
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, check_space
 from threed.checkpoint.retention import after_restart, candidates
+from threed.checkpoint.run_folder import RunFolderError
 from threed.checks import find_problems
 from threed.config import Config, ConfigError, resolve
 from threed.data import Data, open_data
@@ -82,7 +83,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         cut_later = config.parallel.partition == "measured"  # by the ranks' times: the trainer makes the forecast then
         _train(config, data, [*prog.split(), *argv], None if cut_later else forecast)
         code = 0
-    except CheckpointError as error:  # the same on every rank
+    except (CheckpointError, RunFolderError) as error:  # the same on every rank
         code = refuse(f"threed: {error}")
     except SwapError as error:  # this rank's drive alone, perhaps: it speaks for itself, and the others end with it
         print(f"threed: {error}", file=sys.stderr, flush=True)
@@ -227,7 +228,7 @@ def _drive_problems(folder: str | None) -> list[str]:
 
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest one above that exists."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
 
 
 def _disk_problems(folder: Path, forecast: Forecast | None) -> list[str]:
@@ -246,7 +247,7 @@ def _disk_problems(folder: Path, forecast: Forecast | None) -> list[str]:
 def _resume_problems(folder: Path, config: Config) -> list[str]:
     """Whether what would be resumed is there and has this model's shape; damage is found when it is read."""
     resume = after_restart(folder, config.checkpoint.resume)
-    if resume not in ("auto", "none") and not (Path(resume) / native.MANIFEST).is_file():
+    if resume not in ("auto", "none") and not os.path.exists(Path(resume) / native.MANIFEST):
         return [f"--checkpoint.resume {resume}: no checkpoint is there (no {native.MANIFEST}); give a step-N folder"]
     for path in candidates(folder, resume):
         try:

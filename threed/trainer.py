@@ -22,6 +22,7 @@ from threed.batches import Batch
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf import export_hf
 from threed.checkpoint.retention import Retention, after_restart, candidates, job_name
+from threed.checkpoint.run_folder import owned, probe
 from threed.config import Config
 from threed.data import Data, Prefetcher
 from threed.device import name as device_name
@@ -54,7 +55,6 @@ class Trainer:
         self.main = self.topology.rank == 0
         self.folder = Path(self.config.run.dir or "runs")
         self.forecast = (forecast or self._forecast()) if self.main else None
-        self.heartbeat = Heartbeat(self.folder / "heartbeat", self.topology.rank)
         self.retention = Retention(self.folder, self.config.checkpoint.keep, self.world)
         self.last_saved = -1
         self.saving_s = 0.0
@@ -66,8 +66,15 @@ class Trainer:
         return Forecast.of(self.config, self.topology.world, division=self.engine.blueprint.division)
 
     def run(self) -> None:
-        """The whole run."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """The whole run. RunFolderError where another run has the folder, or some rank cannot use it."""
+        probe(self.folder, self.world)
+        with owned(self.folder, self.world, job_name()) as self.owner:
+            if self.main:
+                self.retention.sweep()
+            self.heartbeat = Heartbeat(self.folder / "heartbeat", self.topology.rank)
+            self._run()
+
+    def _run(self) -> None:
         extra = self._resume()
         self.begun_step, self.begun_samples = self.engine.steps, self.engine.consumed
         train = self.config.train
@@ -118,11 +125,12 @@ class Trainer:
         return {}
 
     def _monitor(self, extra: dict[str, Any], writes: bool) -> Monitor:
-        log = self.config.log
+        log, saved = self.config.log, extra.get("wandb")
+        run_id = saved if isinstance(saved, str) else None
         self.extra = extra
         return Monitor(
             self.folder, self.config.train.steps, self.engine.steps, self.main, wandb=log.wandb, project=log.project,
-            name=self.config.run.name, run_id=extra.get("wandb"), drop_later=writes,
+            name=self.config.run.name, run_id=run_id, drop_later=writes,
             config={**self.config.model_dump(mode="json"), "data_sha256": self.data.sha256},
         )  # fmt: skip
 
@@ -146,6 +154,9 @@ class Trainer:
             note(f"set aside  {aside}: this run starts at step {self.engine.steps}")
         if self.extra.get("data_sha256", self.data.sha256) != self.data.sha256:
             note("the data differ from those the checkpoint was trained on: losses may jump")
+        seed = self.config.train.seed
+        if (before := self.extra.get("seed", seed)) != seed:
+            note(f"train.seed was {before} and is {seed}: samples and dropout masks are others from here on")
         if self.engine.steps >= self.config.train.steps:
             note(
                 f"all {self.config.train.steps} steps are done; --train.steps trains on, --checkpoint.resume none anew"
@@ -279,10 +290,10 @@ class Trainer:
         """A checkpoint of this step; once it is whole, the oldest ones beyond `keep` go."""
         step = self.engine.steps
         self.heartbeat.beat(step, "save")
+        self.owner.check()
         path = self.checkpoint(step)
         try:
-            extra = {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256, "job": job_name()}
-            self.engine.save(path, extra)
+            self.engine.save(path, self._beside())
         except CheckpointError as error:
             if step >= self.last:
                 raise
@@ -292,6 +303,12 @@ class Trainer:
         self.retention.trust(path)
         for problem in self.retention.prune():
             self.monitor.note(f"a checkpoint that does not count: {problem}")
+
+    def _beside(self) -> dict[str, Any]:
+        """What a checkpoint keeps for the next run and for exports, beside the engine's state."""
+        files, seed = self.data.tokenizer.files, self.config.train.seed
+        known = {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256, "job": job_name()}
+        return {**known, "tokenizer": files, "seed": seed}
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a step's checkpoint."""

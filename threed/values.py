@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from threed import schedules
 from threed.param_groups import ParamGroup, read_groups
@@ -16,6 +16,12 @@ class Takes:
     """Rides on a field's type: what `--help` shows in place of the value."""
 
     text: str
+
+
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("must not have a NUL character")
+    return text
 
 
 def _number(value: object) -> object:
@@ -117,8 +123,8 @@ NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number), Takes("X")
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number), Takes("X")]
 Switch = Annotated[bool, BeforeValidator(_boolean), Takes("true|false")]
 AutoSwitch = Annotated[Literal["auto"] | bool, BeforeValidator(_auto_or_boolean), Takes("auto|true|false")]
-Text = Annotated[str, Field(min_length=1), Takes("TEXT")]
-PathText = Annotated[str, Field(min_length=1), Takes("PATH")]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), Takes("TEXT")]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), Takes("PATH")]
 Partition = Annotated[
     Literal["balanced", "uniform", "measured"] | tuple[int, ...],
     BeforeValidator(_partition),

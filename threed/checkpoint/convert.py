@@ -7,11 +7,13 @@ Needs no process group. Importing Hugging Face folders is not supported, and ref
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from threed.checkpoint import hf, native
 from threed.checkpoint.files import CheckpointError
-from threed.data.tokenizer import Tokenizer, load_tokenizer
+from threed.data.tokenizer import Tokenizer, file_hashes, load_tokenizer, tokenizer_file
 
 
 def convert(src: str | Path, dst: str | Path, *, dtype: str | None = None, tokenizer: str | None = None) -> Path:
@@ -28,7 +30,7 @@ def convert(src: str | Path, dst: str | Path, *, dtype: str | None = None, token
         )
     if dst.is_file() or (dst.is_dir() and any(dst.iterdir())):
         raise CheckpointError(f"{dst} exists already: give DST a name that is free, or an empty folder")
-    spec = tokenizer or str(native.read_manifest(src)["config"]["data"]["tokenizer"])
+    spec = tokenizer or _trained_with(native.read_manifest(src))
     return hf.export_hf(src, dst, _tokenizer(spec), dtype)
 
 
@@ -49,6 +51,26 @@ def kind_of(path: Path) -> str:
         else "give a step-N folder, or one with a config.json"
     )
     raise CheckpointError(f"{path} is no checkpoint: it has neither {native.MANIFEST} nor config.json; {hint}")
+
+
+def _trained_with(manifest: Mapping[str, Any]) -> str:
+    """Returns the tokenizer that a checkpoint names; CheckpointError unless its files have the saved hashes.
+
+    An export copies them, and whoever wrote the checkpoint may have named any path of this machine.
+    """
+    spec = str(manifest["config"]["data"]["tokenizer"])
+    if spec == "bytes":
+        return spec
+    try:
+        same = file_hashes(tokenizer_file(spec)) == manifest["state"]["extra"].get("tokenizer")
+    except (ValueError, OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
+        same = False
+    if not same:
+        why = "is not here, has other files now, or the checkpoint does not say which"
+        raise CheckpointError(
+            f"the tokenizer it was trained with, {spec}, {why}: give --tokenizer bytes, a path, or none"
+        )
+    return spec
 
 
 def _tokenizer(spec: str) -> Tokenizer | None:

@@ -66,6 +66,33 @@ class Extras:
         tensors = {f"buffer/{name}": bytes_of(value) for name, value in owned.items()}
         return about, {**tensors, **{f"generator/{name}": state for name, state in states.items()}}
 
+    def problems(
+        self, saved: Mapping[str, tuple[str, str, tuple[int, ...]]], states: Mapping[str, Tensor]
+    ) -> list[str]:
+        """Returns what of saved buffers (file, dtype, shape) and of generator states cannot be restored here."""
+        places = self.buffers.persistent().items()
+        found = [(name, place.value, saved[name][1]) for name, place in places if name in saved]
+        problems = [
+            f"buffer {name} is {dtype} in the checkpoint and {dtype_name(value)} in the model"
+            for name, value, dtype in found
+            if value is not None and value.is_floating_point() != getattr(torch, dtype).is_floating_point
+        ]
+        return problems + (self._state_problems(states) if self.generators and states else [])
+
+    def _state_problems(self, states: Mapping[str, Tensor]) -> list[str]:
+        """Returns why generators do not take these states, which only setting them tells."""
+        device = self.topology.device
+        before = rng_states(device)
+        if not set(states) >= set(before):
+            return []
+        try:
+            set_rng_states(states, device)
+        except (RuntimeError, TypeError) as error:
+            return [f"the states of its generators are not valid: {error}"]
+        finally:
+            set_rng_states(before, device)
+        return []
+
     def restore_generators(self, saved: Mapping[str, Tensor], same: bool, seed: str) -> None:
         """Restores the generators, or, in another topology, sets them to states that follow from `seed`."""
         if not self.generators:

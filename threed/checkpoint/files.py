@@ -29,6 +29,11 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read, with the file and what to do."""
 
 
+def plain(text: object) -> str:
+    """Returns text of a stranger's as one line of ASCII that is safe to print, cut at 500 characters."""
+    return str(text)[:500].encode("unicode_escape").decode()
+
+
 def stream_tensors(
     path: Path,
     about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],

@@ -263,7 +263,7 @@ def export_hf(
     if problems:
         raise CheckpointError("; ".join(problems))
     reader = native.Reader(checkpoint, manifest)
-    model = _resolved(ModelConfig.model_validate(manifest["config"]["model"]))
+    model = _saved_model(manifest["config"]["model"], reader)
     table = entries(model)
     beside = {name: shape for name, (*_, shape) in reader.buffers.items()}  # the layouts have none
     _check_names({**reader.shapes, **beside}, our_shapes(table), str(checkpoint))
@@ -280,6 +280,17 @@ def export_hf(
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return out
+
+
+def _saved_model(saved: Mapping[str, Any], reader: native.Reader) -> ModelConfig:
+    """Returns the configuration of a checkpoint's model; CheckpointError where it cannot be that of its tensors."""
+    try:
+        model = ModelConfig.model_validate(saved)
+        if model.layers <= len(reader.shapes):  # before a table is made of so many
+            return _resolved(model)
+    except ValueError as error:
+        raise CheckpointError(f"the model's configuration is not valid: {' '.join(str(error).split())}") from None
+    raise CheckpointError(f"the model's configuration has {model.layers} layers, and there are fewer tensors")
 
 
 def _check_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> None:

@@ -10,7 +10,6 @@ manifest is written last, and the folder renamed.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from threed import collectives
@@ -28,16 +27,18 @@ from threed.atomic import building_place, publish, write_text
 from threed.buffers import of_bytes
 from threed.checkpoint import fit
 from threed.checkpoint.extras import Extras
-from threed.checkpoint.files import CheckpointError, begin, sha256, stream_tensors
+from threed.checkpoint.files import CheckpointError, begin, plain, stream_tensors
+from threed.checkpoint.manifest import FORMAT, VERSION, check_structure, digest
+from threed.checkpoint.manifest import MANIFEST as MANIFEST
+from threed.checkpoint.manifest import read_manifest as read_manifest
+from threed.checkpoint.manifest import verify as verify
 from threed.config import Config
 from threed.sharding import Box, Piece, intersect, slices
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import PREVIOUS, WEIGHT, Record, fill, read, records
 
-FORMAT = "threed-checkpoint"
-VERSION = 2  # 1 had neither buffers nor generators
-MANIFEST = "manifest.json"
+FLOATS = ("F64", "F32", "BF16", "F16")  # of weights and moments
 Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a box
 
 
@@ -123,18 +124,13 @@ def _manifest(
     }
 
 
-def _digest(body: Mapping[str, Any]) -> str:
-    """Returns the hash of a manifest without its hash entry, so that damage in counters and boxes is detected too."""
-    text = json.dumps({key: value for key, value in body.items() if key != "sha256"}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _publish(building: Path, path: Path, manifest: dict[str, Any]) -> str | None:
     try:
         body = json.loads(json.dumps(manifest))  # as it will be read: JSON has neither tuples nor numbers as keys
-        write_text(building / MANIFEST, json.dumps({**body, "sha256": _digest(body)}))
+        check_structure(body)  # what could not be read must not count as saved
+        write_text(building / MANIFEST, json.dumps({**body, "sha256": digest(body)}))
         publish(building, path)
-    except (OSError, TypeError, ValueError) as error:  # the latter two: `extra` is the caller's
+    except (OSError, TypeError, ValueError, RecursionError, CheckpointError) as error:  # `extra` is the caller's
         return f"could not finish {path}: {error}"
     return None
 
@@ -142,56 +138,15 @@ def _publish(building: Path, path: Path, manifest: dict[str, Any]) -> str | None
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Reads and checks the manifest of a folder: CheckpointError if it is not valid, or names files it may not."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from None
-    if (
-        not isinstance(manifest, dict)
-        or manifest.get("format") != FORMAT
-        or manifest.get("version") not in (1, VERSION)
-    ):
-        raise CheckpointError(f"{path / MANIFEST} is not that of a version 1 or {VERSION} {FORMAT}")
-    if manifest.get("sha256") != _digest(manifest):
-        raise CheckpointError(f"{path / MANIFEST} is damaged: its sha256 is not the one it states")
-    for entry in manifest["files"]:
-        _check_file(path, entry["file"], entry["size"])
-    return dict(manifest)
-
-
-def _check_file(path: Path, name: str, size: int) -> None:
-    file = path / name
-    if Path(name).name != name or file.is_symlink() or not file.is_file():
-        raise CheckpointError(f"{file} is missing, or not a plain file of its folder")
-    if file.stat().st_size != size:
-        raise CheckpointError(f"{file} has {file.stat().st_size} bytes, not {size}: it is damaged")
-
-
-def verify(path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1) -> list[str]:
-    """Returns a line for each file with damaged contents; checks every `of`-th file, from `index` on."""
-    problems = (_content_problem(path / entry["file"], entry["sha256"]) for entry in manifest["files"][index::of])
-    return [problem for problem in problems if problem]
-
-
-def _content_problem(file: Path, wanted: str) -> str | None:
-    try:
-        return None if sha256(file) == wanted else f"{file} is damaged: its sha256 differs from the manifest's"
-    except OSError as error:
-        return f"{file} cannot be read: {error}"
-
-
 class Reader:
     """Reads boxes of a checkpoint's tensors, independent of the boxes it was saved in.
 
+    Raises CheckpointError for a file that is no safetensors, or has other tensors than the manifest says.
     shapes: of the weights. parts: those saved of each (weight, exp_avg, ...). buffers: (file, dtype, shape) of each.
     """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        self._handles = {e["file"]: safe_open(path / e["file"], framework="pt") for e in manifest["files"]}
+        self._handles = {entry["file"]: _open(path / entry["file"]) for entry in manifest["files"]}
         self._index: dict[tuple[str, str], list[tuple[str, str, list[int], list[int]]]] = {}
         self._generators = {entry["file"]: entry.get("generators", ()) for entry in manifest["files"]}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -204,6 +159,26 @@ class Reader:
                 self.parts.setdefault(name, set()).add(part)
             for name, dtype, shape in entry.get("buffers", ()):
                 self.buffers[name] = entry["file"], dtype, tuple(shape)
+        for problem in self._problems(manifest["files"]):
+            raise CheckpointError(f"{path}: {problem}")
+
+    def _problems(self, files: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """Yields what of the files' tensors is not as the manifest says: a header says it too, and both must agree."""
+        dtypes: dict[tuple[str, str], str] = {}
+        for entry in files:
+            inside = _contents(self._handles[entry["file"]])
+            for number, (part, name, _, _, size) in enumerate(entry["boxes"]):
+                dtype, shape = inside.get(str(number), ("", None))
+                if shape != size or dtype not in FLOATS or dtypes.setdefault((part, name), dtype) != dtype:
+                    yield f"box {number} of {entry['file']} is not the {part} of {name} that the manifest says"
+            for name, named, shape in entry.get("buffers", ()):
+                known = getattr(torch, named, None)
+                nbytes = math.prod(shape) * known.itemsize if isinstance(known, torch.dtype) else -1
+                if inside.get(f"buffer/{name}") != ("U8", [nbytes]):
+                    yield f"buffer {name} in {entry['file']} is not the {named} {shape} that the manifest says"
+            for name in entry.get("generators", ()):
+                if inside.get(f"generator/{name}", ("", []))[0] != "U8":
+                    yield f"generator {name} is not in {entry['file']}"
 
     def box(self, part: str, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         """Returns the values [*size] of the box at `start`; CheckpointError if some were not saved."""
@@ -253,23 +228,29 @@ class Reader:
         return {n: self._handles[file].get_tensor(f"generator/{n}").clone() for n in self._generators.get(file, ())}
 
 
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {plain(error)}") from None
+
+
+def _contents(handle: Any) -> dict[str, tuple[str, list[int]]]:
+    """Returns dtype and shape of every tensor of an open file, by key."""
+    found = ((key, handle.get_slice(key)) for key in list(handle.keys()))
+    return {key: (values.get_dtype(), list(values.get_shape())) for key, values in found}
+
+
 def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras) -> dict[str, Any]:
     """Fills the optimizer and the buffers from a checkpoint of any topology; returns its counters. Collective.
 
     Every rank hashes a share of the files; CheckpointError on all of them when one is damaged or another model's.
     """
     everyone = topology.axis("world")
-    manifest: dict[str, Any] = {}
-    try:
-        manifest = read_manifest(path)
-        problems = model_differences(manifest, config) or optimizer_differences(
-            manifest, config, optimizer.rule.state_names
-        )
-        problems = problems or verify(path, manifest, everyone.index, everyone.size)
-    except CheckpointError as error:
-        problems = [str(error)]
+    checked, problems = _checked(path, optimizer, config, extras, everyone)
     _refuse(problems, everyone)
-    reader = Reader(path, manifest)
+    assert checked is not None
+    manifest, reader = checked
     here, old = fit.expected(optimizer, extras.buffers, topology), manifest["version"] == 1
     other = "; ".join(_differences(reader, here, old))
     fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict by hand"
@@ -296,6 +277,30 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     optimizer.skips.fill_(state["skips"])
     optimizer.scaler.restore(state)
     return state
+
+
+def _checked(
+    path: Path, optimizer: Optimizer, config: Config, extras: Extras, everyone: Axis
+) -> tuple[tuple[dict[str, Any], Reader] | None, list[str]]:
+    """Returns manifest and reader of a checkpoint, or what is wrong with it, as this rank sees it.
+
+    Any error counts, so that every rank refuses the checkpoint, and the next older one is tried.
+    """
+    try:
+        manifest = read_manifest(path)
+        parts = optimizer.rule.state_names
+        problems = model_differences(manifest, config) or optimizer_differences(manifest, config, parts)
+        problems = problems or verify(path, manifest, everyone.index, everyone.size)
+        if problems:
+            return None, problems
+        reader = Reader(path, manifest)
+        same = manifest["topology"] == extras.topology.sizes
+        problems = extras.problems(reader.buffers, reader.generators(everyone.index) if same else {})
+        return (manifest, reader), [f"{path}: {problem}" for problem in problems]
+    except CheckpointError as error:
+        return None, [str(error)]
+    except Exception as error:
+        return None, [f"{path} cannot be read: {type(error).__name__}: {plain(error)}"]
 
 
 def _differences(reader: Reader, here: fit.Expected, old: bool) -> list[str]:
@@ -325,7 +330,7 @@ def model_differences(manifest: Mapping[str, Any], config: Config) -> list[str]:
     """Returns what of the model's shape differs between a checkpoint and a configuration, one line each."""
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
     return [
-        f"the checkpoint's model has {key} = {saved.get(key)}, this run has {value}: resume with the same shape,"
+        f"the checkpoint's model has {key} = {plain(saved.get(key))}, this run has {value}: resume with the same shape,"
         " or start anew with --checkpoint.resume none"
         for key, value in wanted.items()
         if key != "dropout" and saved.get(key) != value

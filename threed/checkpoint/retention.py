@@ -77,6 +77,20 @@ class Retention:
     def _owns(self, path: Path) -> bool:
         return path.absolute().parent.resolve() == (self.folder / "checkpoints").resolve()
 
+    def sweep(self) -> None:
+        """Removes what saves that were killed left behind. Only a run that owns the folder may do this, on one rank.
+
+        Where a replacement was broken off between its two renames (`atomic.publish`), the older folder is renamed back.
+        """
+        place = self.folder / "checkpoints"
+        for old in place.glob("step-*.old"):
+            if (final := old.with_suffix("")).exists():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.rename(final)
+        for building in place.glob("step-*.tmp"):
+            shutil.rmtree(building, ignore_errors=True)
+
     def prune(self) -> list[str]:
         """Deletes what is older than the newest `keep` good ones; returns a line for each damaged one. Collective."""
         paths = list(candidates(self.folder, "auto")) if self.everyone.index == 0 else []

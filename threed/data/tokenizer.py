@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,10 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str:
         """Changes whenever the ids could change; keys the token cache."""
 
+    @property
+    def files(self) -> dict[str, str]:
+        """The sha256 of each file that `save_hf` copies, by the name it copies it to."""
+
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without any special token added."""
 
@@ -68,12 +72,24 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """
     if spec == "bytes":
         return ByteTokenizer()
+    return TokenizerJson(tokenizer_file(spec))
+
+
+def tokenizer_file(spec: str) -> Path:
+    """Returns the tokenizer.json that `spec` names, or whose folder it names; ValueError if there is none."""
     path = Path(spec).expanduser()
     if path.is_dir() and (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"tokenizer {spec!r} is no file. Use --data.tokenizer bytes, or the path of a tokenizer.json")
-    return TokenizerJson(path)
+    return path
+
+
+def file_hashes(path: Path) -> dict[str, str]:
+    """Returns the sha256 of a tokenizer.json, and of its companions that lie beside it."""
+    companions = {name: path.with_name(name) for name in COMPANIONS if path.with_name(name).is_file()}
+    files = {"tokenizer.json": path, **companions}
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -88,6 +104,7 @@ class ByteTokenizer:
     vocab_size = 257
     eot = 256
     fingerprint = "bytes-257"
+    files: ClassVar[dict[str, str]] = {}
 
     def encode(self, text: str) -> list[int]:
         """Returns the UTF-8 bytes of `text`; a lone surrogate, which UTF-8 cannot say, becomes '?'."""
@@ -137,7 +154,8 @@ class TokenizerJson:
             names = ", ".join(END_OF_TEXT_NAMES)
             raise ValueError(f"{path}: no end-of-text token. Add one of {names} to the tokenizer's added_tokens")
         self.eot = vocab[self._eot_name]
-        self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
+        self.files = file_hashes(path)
+        self.fingerprint = self.files["tokenizer.json"]
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without any special token added."""

@@ -6,7 +6,8 @@
 Three ways lead here: the wheel's build hook (`hatch_build.py`) compiles into the wheel, `threed.native.library` into
 $XDG_CACHE_HOME/threed (~/.cache/threed) when the wheel has none, and this command. A cached library's name carries
 the hash of its sources, flags, compiler and machine, so an old one is never loaded; it appears by one rename, under a
-lock that the kernel drops when its holder dies.
+lock that the kernel drops when its holder dies. It is code, so folder and file must belong to the user or to root, and
+nobody else may write there: the folder is made with mode 0700.
 
 CXX and NVCC name other compilers. THREED_NATIVE=0 switches native code off: the portable torch path runs.
 Code is compiled for the plain architecture; faster instructions are picked at run time, so a library may be moved. For
@@ -23,6 +24,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -120,16 +122,39 @@ def ensure(library: Library, folder: Path | None = None) -> Path:
         raise Unavailable(f"this version has no {library.suffix} sources in {source_root() / library.name}")
     command, folder = find_compiler(library), folder or cache()
     path = folder / f"{library.name}-{_key(library, command)}.so"
-    if path.is_file():
-        return path
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
-            if not path.is_file():
-                _compile(library, command, path)
+        _make_private(folder)
+        if not os.path.lexists(path):
+            with _locked(path.with_suffix(".lock")):
+                if not os.path.lexists(path):
+                    _compile(library, command, path)
+        _check_private(path)
     except OSError as error:
         raise BuildError(f"cannot build in {folder}: {error} (XDG_CACHE_HOME names another place)") from error
     return path
+
+
+def _make_private(folder: Path) -> None:
+    """Makes a folder, and those above it that are missing, for this user alone; BuildError for one that others have."""
+    missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+    for place in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another process makes it too
+            place.mkdir(mode=0o700)
+    _check_private(folder)
+    for above in folder.resolve().parents:
+        mode = above.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise BuildError(f"{above} may be written by everybody, who could put another {folder} there: chmod o-w it")
+
+
+def _check_private(path: Path) -> None:
+    """Raises BuildError unless a path is the user's own or root's, and nobody else may write it."""
+    about = path.stat() if path.is_dir() else path.lstat()
+    if stat.S_ISLNK(about.st_mode) or about.st_uid not in (os.geteuid(), 0):
+        raise BuildError(f"{path} is a link or another user's: remove it, or name another folder in XDG_CACHE_HOME")
+    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        fix = f"look who wrote there, then chmod go-w {shlex.quote(str(path))}"
+        raise BuildError(f"others may write {path}, and what they put there would be run: {fix}")
 
 
 def _key(library: Library, command: list[str]) -> str:
