@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 
 def live_mib() -> float:
@@ -27,10 +28,15 @@ def live_mib() -> float:
     storages: dict[int, int] = {}
     for tensor in found:
         tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-        if tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor):  # torch.compile leaves some behind
+        if tensor.device.type == "cpu" and not _is_traced(tensor):
             storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            storages[storage._cdata] = storage.nbytes()
     return sum(storages.values()) / 2**20
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    """Whether a tensor has no memory; torch.compile leaves such behind."""
+    return is_fake(tensor) or isinstance(tensor, FunctionalTensor) or torch._is_functional_tensor(tensor)
 
 
 def peak_mib(step: Callable[[], object]) -> float:

@@ -200,7 +200,7 @@ GRADIENT = Journey(
              by="Optimizer.step", via=("apply", "_update_all", "_update_in_turn")),
         Step("threed.ops.adam:Adam.update", "weights and moments of a slice", via=("_apply_rule",)),
         Step("threed.zero.gather:Gatherer.publish", "this bucket has new values", by="Optimizer._update"),
-        Step("threed.collectives:start_all_gather", "begins to gather the others' slices"),
+        Step("threed.collectives:start_all_gather", "begins to gather the others' slices", via=("_publish",)),
         Step(f"{_STAGE}.forward", "layer by layer, in the next step", by="Gatherer.publish",
              note="begins while gathers are under way", column=5),
         Step("threed.zero.gather:Gatherer.ready", "waits for this layer's buckets only"),
