@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Floor of a module: that of the longest name here which is the module's own or a parent's.
 FLOORS = {
     "threed.config": 0,
+    "threed.architectures": 0,
+    "threed.rope_scaling": 0,
     "threed.arguments": 0,
     "threed.atomic": 0,
     "threed.checks": 0,

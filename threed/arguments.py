@@ -26,6 +26,7 @@ from pydantic_core import ErrorDetails
 from threed.checks import find_problems
 from threed.config import Config, ConfigError, key_name, python_name
 from threed.param_groups import ParamGroup
+from threed.rope_scaling import RopeScaling
 from threed.values import Takes
 
 GROUPS: Mapping[str, type[BaseModel]] = {
@@ -331,7 +332,7 @@ def _toml_value(value: Any) -> str:
         return '"none"'
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, ParamGroup):
+    if isinstance(value, ParamGroup | RopeScaling):
         return _toml_value(str(value))
     if isinstance(value, str):  # JSON's escapes are TOML's, but for DEL
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -348,6 +349,8 @@ def written(name: str, value: Any) -> str:
     """The value of a field as a command line has it."""
     if name == "groups":  # the text of a group has commas and brackets of its own
         return "; ".join(str(item) for item in value) or "none"
+    if isinstance(value, RopeScaling):
+        return str(value)
     return _toml_value(value).replace('"', "").replace("[", "").replace("]", "").replace(", ", ",")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from threed import schedules
+from threed import architectures, schedules
 from threed.config import Config, ConfigError, ModelConfig, count_microbatches, derive_dp, key_name
 
 
@@ -240,14 +240,36 @@ def _check_heads(config: Config) -> Iterator[str]:
 
 
 def _check_arch(config: Config) -> Iterator[str]:
-    model = config.model
-    head_dim = model.head_dim or model.hidden // model.heads
-    if model.arch == "llama" and head_dim % 2 and (model.head_dim or model.hidden % model.heads == 0):
-        yield f"heads of size {head_dim}: rotary positions turn pairs; use --model.head-dim {head_dim + 1}"
-    if model.arch == "gpt" and model.qk_norm:
-        yield "--model.qk-norm true is for --model.arch llama: use --model.qk-norm false with gpt"
-    if model.arch == "gpt" and model.rope_theta != 10000.0:
-        yield f"--model.rope-theta {model.rope_theta:g} is for --model.arch llama: leave it out with gpt"
+    model, record = config.model, architectures.find(config.model.arch)
+    rotary = not record.learned_positions
+    turned = (model.head_dim or model.hidden // model.heads) * model.partial_rotary_factor
+    if rotary and turned % 2 and (model.head_dim or model.hidden % model.heads == 0):
+        if model.partial_rotary_factor == 1.0:
+            yield f"heads of size {turned:g}: rotary positions turn pairs; use --model.head-dim {turned + 1:g}"
+        else:
+            given = f"--model.partial-rotary-factor {model.partial_rotary_factor:g}"
+            yield f"{given} turns {turned:g} numbers of a head: rotary positions turn pairs; use another share"
+    every = frozenset[str]().union(*(other.takes for other in architectures.REGISTERED.values()))
+    for key in sorted(every - record.takes):
+        value = getattr(model, key)
+        if value not in (ModelConfig.model_fields[key].default, record.resolved(dict(model) | {key: None}).get(key)):
+            having = " or ".join(other.name for other in architectures.REGISTERED.values() if key in other.takes)
+            flag, given = f"--model.{key_name(key)}", f"{value:g}" if isinstance(value, float) else _as_written(value)
+            yield f"{flag} {given} is for --model.arch {having}: leave it out with {model.arch}"
+    yield from _check_positions(model)
+
+
+def _check_positions(model: ModelConfig) -> Iterator[str]:
+    positions, d = model.positions or model.seq, model.head_dim or model.hidden // model.heads
+    if positions < model.seq:
+        yield f"--model.positions {positions} is less than --model.seq {model.seq}: use {model.seq} or more"
+    if (scaling := model.rope_scaling) is None:
+        return
+    pairs = int(d * model.partial_rotary_factor) // 2
+    for name in ("short_factor", "long_factor"):
+        if (numbers := getattr(scaling, name)) is not None and len(numbers) != pairs:
+            given = f"--model.rope-scaling with {len(numbers)} numbers of {key_name(name)}"
+            yield f"{given}: a head turns {pairs} pairs; give {pairs} numbers"
 
 
 def _check_layers(config: Config) -> Iterator[str]:
@@ -362,16 +384,8 @@ def _check_run(config: Config) -> Iterator[str]:
 
 def export_limits(model: ModelConfig) -> Iterator[str]:
     """What of a model, resolved or not, the Hugging Face layout of its architecture cannot express."""
-    heads, kv_heads, hidden = model.heads, model.kv_heads or model.heads, model.hidden
-    if model.arch == "gpt":
-        if kv_heads != heads:
-            yield f"--model.kv-heads {kv_heads} for {heads} heads"
-        if model.head_dim and model.head_dim * heads != hidden:
-            yield f"--model.head-dim {model.head_dim} for {heads} heads and width {hidden}"
-    elif model.qk_norm and model.bias:
-        yield "--model.bias true with --model.qk-norm true"
-    elif not model.qk_norm and hidden % heads:
-        yield f"--model.hidden {hidden}, which is no multiple of the number of heads ({heads})"
+    keys = dict(model)
+    yield from architectures.layout_of(keys).limits(keys)
 
 
 def _check_export(config: Config) -> Iterator[str]:

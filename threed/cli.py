@@ -21,12 +21,8 @@ import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import get_args
 
-from threed import schedules
-from threed.config import Architecture
-
-ARCHITECTURES: tuple[str, ...] = get_args(Architecture)
+from threed import architectures, schedules
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    named = "|".join(ARCHITECTURES)
+    named = "|".join(architectures.NAMES)
     tools.add_parser("train", help=f"[{named}] --preset tiny …: trains; `threed train --help` lists every key")
     sub = tool("schedule", "plays a pipeline schedule out, and draws it", _schedule)
     sub.add_argument("name", help=f"{', '.join(schedules.available())}, or FILE.py:FUNCTION, or FILE.csv")
@@ -103,8 +99,9 @@ def _train(tool: str, *words: str) -> int:
 
     arch = words[0] if words and not words[0].startswith("-") else None
     flags = list(words[arch is not None :])
-    if arch not in (None, *ARCHITECTURES):
-        return launch.refuse(f"threed {tool} {arch}: no such architecture; there are {' and '.join(ARCHITECTURES)}")
+    if arch not in (None, *architectures.NAMES):
+        known = ", ".join(architectures.NAMES)
+        return launch.refuse(f"threed {tool} {arch}: no such architecture; there are {known}")
     if tool == "plan":
         return launch.main([*flags, "--dry-run"], arch=arch, prog="threed plan")
     return launch.main(flags, arch=arch, prog=f"-m threed train {arch or ''}".rstrip())

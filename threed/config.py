@@ -17,12 +17,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from threed import schedules
+from threed import architectures, schedules
 from threed.param_groups import ParamGroup as ParamGroup
 from threed.values import (
+    Architecture,
     AutoSwitch,
     Betas,
     Count,
+    Fraction,
+    LayerPattern,
     LossScale,
     MemorySize,
     Natural,
@@ -33,6 +36,7 @@ from threed.values import (
     PathText,
     Positive,
     RecomputeOps,
+    Scaling,
     Schedule,
     ShardSize,
     Share,
@@ -45,7 +49,6 @@ from threed.values import (
 DType = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 SumType = Literal["fp32", "bf16", "fp16", "fp64"]
 Place = Literal["none", "cpu", "nvme"]
-Architecture = Literal["gpt", "llama"]
 
 
 class ConfigError(ValueError):
@@ -154,25 +157,49 @@ class PrecisionConfig(_Group):
 class ModelConfig(_Group):
     """The shapes of the transformer."""
 
-    arch: Architecture = Field(
-        "gpt", description="gpt: LayerNorm, GELU, learned positions; llama: RMSNorm, SwiGLU, rotary"
-    )
+    arch: Architecture = Field("gpt", description="what the blocks are made of, by the name of a family of models")
     layers: Count = Field(6, description="transformer blocks")
     hidden: Count = Field(256, description="width of the residual stream")
     heads: Count = Field(8, description="attention heads")
     kv_heads: Count | None = Field(None, description="key and value heads; none: as many as heads")
     head_dim: Count | None = Field(None, description="size of one head; none: hidden / heads")
-    ffn: Count | None = Field(None, description="inner width of the MLP; none: 4 hidden (gpt), 8/3 hidden (llama)")
+    ffn: Count | None = Field(None, description="inner width of the MLP; none: 4 hidden (gpt), 8/3 hidden (gated)")
     vocab: Count | None = Field(None, description="vocabulary size; none: the tokenizer's")
     seq: Count = Field(256, description="tokens in a sequence")
+    positions: Count | None = Field(
+        None, description="longest sequence: learned positions, and what exports and rope-scaling name; none: seq"
+    )
     dropout: Share = Field(0.0, description="dropout rate")
     tied: Switch | None = Field(
-        None, description="head and embedding share one weight; none: yes for gpt, no for llama"
+        None, description="head and embedding share one weight; none: yes for gpt and gemma, else no"
     )
-    bias: Switch | None = Field(None, description="biases in linear layers; none: yes for gpt, no for llama")
+    bias: Switch | None = Field(None, description="biases in linear layers; none: yes for gpt, else no")
+    mlp_bias: Switch | None = Field(None, description="biases in the MLP's; none: as bias for gpt and llama, else no")
     norm_eps: Positive = Field(1e-5, description="added to the variance in norms")
-    rope_theta: Positive = Field(10000.0, description="base of the rotary frequencies (llama)")
+    rope_theta: Positive = Field(10000.0, description="base of the rotary frequencies")
+    rope_local_theta: Positive | None = Field(
+        None, description="that in layers with a window (gemma3); none: 10000 for gemma3"
+    )
+    rope_scaling: Scaling | None = Field(
+        None, description="rotary angles for longer sequences: linear, llama3, yarn or longrope with its keys"
+    )
+    partial_rotary_factor: Fraction = Field(1.0, description="part of each head that rotary positions turn")
     qk_norm: Switch = Field(False, description="norm queries and keys per head, as Qwen3 does (llama)")
+    window: Natural | None = Field(
+        None, description="positions a query sees in layers with a window; 0: all; none: 4096 for gemma, else all"
+    )
+    layer_pattern: LayerPattern | None = Field(
+        None, description="layers with a window (s) and without (f), repeated; none: the arch's own, such as sf"
+    )
+    attention_softcap: NonNegative | None = Field(
+        None, description="bound on attention scores, by tanh; 0: none; none: 50 for gemma2, else no bound"
+    )
+    logit_softcap: NonNegative | None = Field(
+        None, description="bound on logits, by tanh; 0: none; none: 30 for gemma2, else no bound"
+    )
+    query_pre_attn_scalar: Positive | None = Field(
+        None, description="attention scores are divided by its root; none: the size of a head"
+    )
 
 
 class TrainConfig(_Group):
@@ -343,16 +370,14 @@ def _resolve_precision(precision: PrecisionConfig) -> dict[str, Any]:
     return {"grad_dtype": default, "reduce_dtype": precision.grad_dtype or default}
 
 
-def _resolve_model(model: ModelConfig, vocab: int) -> dict[str, Any]:
-    gpt = model.arch == "gpt"
-    return {
-        "kv_heads": model.heads,
-        "head_dim": model.hidden // model.heads,
-        "ffn": 4 * model.hidden if gpt else -(-8 * model.hidden // (3 * 64)) * 64,  # llama: up to a multiple of 64
-        "vocab": vocab,
-        "tied": gpt,
-        "bias": gpt,
-    }
+def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
+    """Fill in what a model's keys mean that are none; the vocabulary stays open without one."""
+    return model.model_copy(update=_resolve_model(model, vocab))
+
+
+def _resolve_model(model: ModelConfig, vocab: int | None) -> dict[str, Any]:
+    derived = architectures.find(model.arch).resolved(dict(model))
+    return derived if vocab is None or model.vocab is not None else {**derived, "vocab": vocab}
 
 
 def _resolve_run(config: Config) -> dict[str, Any]:

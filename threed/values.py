@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from threed import schedules
+from threed import architectures, schedules
 from threed.param_groups import ParamGroup, read_groups
+from threed.rope_scaling import RopeScaling, read_scaling
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,14 @@ def _schedule(value: object) -> object:
     raise ValueError(f"must be {listed}, FILE.py:FUNCTION or FILE.csv{hint}")
 
 
+def _architecture(value: object) -> object:
+    if value in architectures.NAMES:
+        return value
+    close = difflib.get_close_matches(str(value), architectures.NAMES, 1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise ValueError(f"must be {', '.join(architectures.NAMES)}{hint}")
+
+
 def _optimizer(value: object) -> object:
     if value == "muon":
         raise ValueError(
@@ -140,6 +150,10 @@ Schedule = Annotated[
     BeforeValidator(_schedule),
     Takes("|".join([*get_args(schedules.ScheduleName), "FILE.py:FUNCTION", "FILE.csv"])),
 ]
+Architecture = Annotated[str, BeforeValidator(_architecture), Takes("|".join(architectures.NAMES))]
+LayerPattern = Annotated[str, Field(pattern=r"^[sf]+$"), Takes("TEXT")]
+Fraction = Annotated[float, Field(gt=0, le=1), BeforeValidator(_number), Takes("X")]
+Scaling = Annotated[RopeScaling, BeforeValidator(read_scaling), Takes('"TYPE: key=X, …"')]
 ParamGroups = Annotated[
     tuple[ParamGroup, ...], BeforeValidator(read_groups), Takes('"PATTERN: lr=X, weight-decay=X; …"')
 ]

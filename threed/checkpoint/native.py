@@ -14,6 +14,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, groupby, zip_longest
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +33,7 @@ from threed.checkpoint.manifest import FORMAT, VERSION, check_structure, digest
 from threed.checkpoint.manifest import MANIFEST as MANIFEST
 from threed.checkpoint.manifest import read_manifest as read_manifest
 from threed.checkpoint.manifest import verify as verify
-from threed.config import Config
+from threed.config import Config, ModelConfig, resolve_model
 from threed.sharding import Box, Piece, intersect, slices
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
@@ -329,6 +330,8 @@ def _refuse(problems: list[str], everyone: Axis) -> None:
 def model_differences(manifest: Mapping[str, Any], config: Config) -> list[str]:
     """Returns what of the model's shape differs between a checkpoint and a configuration, one line each."""
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
+    with suppress(ValueError):  # what keys mean that the version which saved it did not have; of a later one, as it is
+        saved = resolve_model(ModelConfig.model_validate(saved)).model_dump(mode="json")
     return [
         f"the checkpoint's model has {key} = {plain(saved.get(key))}, this run has {value}: resume with the same shape,"
         " or start anew with --checkpoint.resume none"

@@ -1,0 +1,35 @@
+"""Gemma 2: norms that add one to their weights, before and behind each branch; GELU gates; word vectors times
+sqrt(hidden); soft caps on attention scores and logits; a window in every second layer; tied head (arXiv 2408.00118)."""
+
+from __future__ import annotations
+
+from threed.architectures import record
+from threed.architectures.record import Architecture, Key
+
+record.register(
+    Architecture(
+        "gemma2",
+        "Gemma 2",
+        "gemma2",
+        "Gemma2ForCausalLM",
+        rules=(*record.EMBEDDING, *record.SANDWICH_NORMS, *record.HEADS, *record.GATED_MLP, *record.HEAD),
+        keys=record.decoder_keys(
+            *record.GEMMA_KEYS,
+            Key("attn_logit_softcapping", "attention_softcap", 50.0),
+            Key("final_logit_softcapping", "logit_softcap", 30.0),
+            num_key_value_heads=4,
+            head_dim=256,
+            tie_word_embeddings=True,
+        ),
+        fixed=record.GEMMA_FIXED,
+        takes=record.ROTARY | record.GEMMA | {"attention_softcap", "logit_softcap"},
+        defaults=record.HEAD_SIZE | {"tied": True, "window": 4096, "attention_softcap": 50.0, "logit_softcap": 30.0},
+        limits=record.no_fraction,
+        norm_offset=1.0,
+        post_norms=True,
+        activation="gelu",
+        scaled_embedding=True,
+        layer_pattern="sf",
+        window="layer_types",
+    )
+)

@@ -1,0 +1,52 @@
+"""Phi-3 and Phi-4-mini: Llama whose projections are packed, with rotary angles of a part of each head, scaled for long
+sequences (arXiv 2404.14219; longrope: arXiv 2402.13753)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from threed.architectures import record
+from threed.architectures.record import ATTENTION, MLP, THEIRS, Architecture, Key, Keys, linear
+
+
+def _limits(keys: Keys) -> Iterator[str]:
+    heads, head_dim, hidden = keys["heads"], keys["head_dim"], keys["hidden"]
+    if (head_dim or hidden // heads) * heads != hidden:
+        yield f"--model.head-dim {head_dim} for {heads} heads and width {hidden}"
+    if (scaling := keys["rope_scaling"]) is not None and scaling.rope_type != "longrope":
+        yield f"--model.rope-scaling {scaling.rope_type}, only longrope"
+
+
+record.register(
+    Architecture(
+        "phi3",
+        "Phi-3",
+        "phi3",
+        "Phi3ForCausalLM",
+        rules=(
+            *record.EMBEDDING,
+            *record.PRE_NORMS,
+            *linear(
+                f"{THEIRS}.self_attn.qkv_proj",
+                {f"{ATTENTION}.query": "ad", f"{ATTENTION}.key": "kd", f"{ATTENTION}.value": "kd"},
+                "h",
+            ),
+            *linear(f"{THEIRS}.self_attn.o_proj", {f"{ATTENTION}.out": "h"}, "ad"),
+            *linear(f"{THEIRS}.mlp.gate_up_proj", {f"{MLP}.gate": "f", f"{MLP}.up": "f"}, "h"),
+            *linear(f"{THEIRS}.mlp.down_proj", {f"{MLP}.down": "h"}, "f"),
+            *record.HEAD,
+        ),
+        keys=record.decoder_keys(
+            Key("sliding_window", "window", None),
+            Key("resid_pdrop", "dropout", 0.0),
+            Key("embd_pdrop", "dropout", 0.0),
+            rms_norm_eps=1e-5,
+        ),
+        fixed=record.SILU_GATES,
+        takes=record.ROTARY | {"window", "partial_rotary_factor"},
+        limits=_limits,
+        window="all",
+        scalings={"su": "longrope", "yarn": "longrope"},
+        original_positions=4096,
+    )
+)

@@ -1,0 +1,241 @@
+"""Configurations as Hugging Face spells them, read and written by an architecture's record.
+
+    keys = read(record, json.loads(text))       keys of config.ModelConfig; ValueError with all that is not understood
+    table = write(record, keys)                 of resolved keys
+
+Read are the spellings of `transformers` 4 (rope_theta, rope_scaling with type or rope_type, sliding_window_pattern) and
+5 (rope_parameters, those of each kind of layer, layer_types); written are both. A key that is not known is refused
+unless it is null: it may change what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from threed.architectures.record import Architecture, Keys
+
+# What says nothing about what is computed from tokens and weights.
+ACCEPTED = frozenset({
+    "_attn_implementation", "_name_or_path", "architectures", "auto_map", "bos_token_id", "cache_implementation",
+    "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder",
+    "label2id", "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type",
+    "return_dict", "sep_token_id", "tokenizer_class", "torch_dtype", "transformers_version", "use_cache",
+})  # fmt: skip
+LETTERS = {"sliding_attention": "s", "full_attention": "f"}
+WORDS = {letter: word for word, letter in LETTERS.items()}
+SCALINGS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"),
+}  # fmt: skip
+_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+
+
+def read(record: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's keys of a configuration; ValueError with every key that is missing, unknown or not understood."""
+    reader = _Reader(record, config)
+    keys = reader.read()
+    if reader.problems:
+        raise ValueError(f"this {record.model_type} cannot be expressed here: {'; '.join(reader.problems)}")
+    return keys
+
+
+class _Reader:
+    """What is read of one configuration: keys of the model, the names that were looked at, and problems."""
+
+    def __init__(self, record: Architecture, config: Mapping[str, Any]) -> None:
+        self.record, self.config = record, config
+        self.keys: dict[str, Any] = {"arch": record.name}
+        self.seen = set(ACCEPTED | record.accepted | set(record.written))
+        self.problems: list[str] = []
+
+    def read(self) -> dict[str, Any]:
+        for key in self.record.keys:
+            value = self._get(key.theirs, key.absent)
+            if value is ...:
+                self.problems.append(f"{key.theirs} is missing")
+            elif self.keys.setdefault(key.ours, value) != value:
+                self.problems.append(f"{key.theirs} {value} beside {self.keys[key.ours]}")
+        for name, wanted in self.record.fixed.items():
+            if (found := self._get(name, wanted)) != wanted and (found or wanted):
+                self.problems.append(f"{name} {found}, not {wanted}")
+        if not self.record.learned_positions:
+            self._rope()
+        self._windows()
+        unknown = {name: value for name, value in self.config.items() if name not in self.seen and value is not None}
+        self.problems += [f"{name} {_short(value)} is not understood" for name, value in unknown.items()]
+        self.keys["seq"] = self.keys.get("positions")
+        for name in ("attention_softcap", "logit_softcap", "window"):
+            if self.keys.get(name, 0) is None and name in self.record.defaults:
+                self.keys[name] = 0  # for none means the architecture's own here
+        return self.keys
+
+    def _get(self, name: str, absent: Any = None) -> Any:
+        self.seen.add(name)
+        return self.config.get(name, absent)
+
+    # -------------------------------------------------------------------------------------------------------- rotary
+
+    def _rope(self) -> None:
+        parameters, scaling, theta, share = (self._get(name) for name in _ROPE_KEYS)
+        whole = parameters if isinstance(parameters, Mapping) else {}
+        local = self._get("rope_local_base_freq") if self.record.local else None
+        if nested := [kind for kind in LETTERS if kind in whole]:
+            full, sliding = (dict(whole.get(kind) or {}) for kind in ("full_attention", "sliding_attention"))
+            if not self.record.local:
+                self.problems.append(f"rope_parameters of {' and '.join(nested)}, which is for Gemma 3")
+        else:
+            full, sliding = dict(whole), {}
+        if self.record.local:
+            full.update(scaling or {})
+            self._local(sliding, local)
+        else:
+            full = dict(scaling or full)
+        theta = self.record.absent_theta if theta is None else theta
+        self.keys["rope_theta"] = full.pop("rope_theta", None) or theta
+        share = full.pop("partial_rotary_factor", None) or share
+        if share not in (None, 1.0):
+            self.keys["partial_rotary_factor"] = share
+            if "partial_rotary_factor" not in self.record.takes:
+                self.problems.append(f"partial_rotary_factor {share}")
+        self._scaling(full)
+
+    def _local(self, sliding: dict[str, Any], theta: Any) -> None:
+        self.keys["rope_local_theta"] = sliding.pop("rope_theta", None) or theta or 10000.0
+        kind = sliding.pop("rope_type", "default")
+        if kind != "default" or sliding:
+            self.problems.append(f"rotary angles of layers with a window that are scaled ({kind})")
+
+    def _scaling(self, given: dict[str, Any]) -> None:
+        old = given.pop("type", None)
+        kind = given.pop("rope_type", None) or old or "default"
+        kind = self.record.scalings.get(kind, kind)
+        original = self._get("original_max_position_embeddings", self.record.original_positions)
+        if kind == "default":
+            return
+        if kind not in SCALINGS:
+            self.problems.append(f"rope_type {kind}: there are {', '.join(SCALINGS)}")
+            return
+        names = SCALINGS[kind]
+        if unknown := sorted(set(given) - set(names)):
+            self.problems.append(f"{', '.join(unknown)} of rope_type {kind}")
+        table = {"rope_type": kind, **{name: given.get(name) for name in names if given.get(name) is not None}}
+        if "original_max_position_embeddings" in names:
+            known = original or table.get("original_max_position_embeddings") or self.keys.get("positions")
+            table["original_max_position_embeddings"] = known
+        self.keys["rope_scaling"] = table
+
+    # ------------------------------------------------------------------------------------------------------- windows
+
+    def _windows(self) -> None:
+        record, keys = self.record, self.keys
+        if record.window in ("none", "all"):
+            keys["window"] = keys.get("window") or None
+            if record.window == "none":
+                keys.pop("window")
+            return
+        if record.window == "max_window_layers":
+            used, first = self._get("use_sliding_window", False), self._get("max_window_layers", 28)
+            types = self._get("layer_types")
+            if not used or not keys.get("window"):
+                keys["window"] = None
+                self._check_full(types)
+                return
+            letters = self._letters(types) or "".join("fs"[i >= first] for i in range(self._layers()))
+        else:
+            period = self._get("sliding_window_pattern") or self._get("_sliding_window_pattern")
+            pattern = "s" * (int(period) - 1) + "f" if period and record.local else record.layer_pattern
+            letters = self._letters(self._get("layer_types")) or pattern
+        if shortest(letters) != record.layer_pattern:
+            keys["layer_pattern"] = shortest(letters)
+
+    def _check_full(self, types: Any) -> None:
+        if "s" in (self._letters(types) or ""):
+            self.problems.append("layer_types with sliding_attention, and no sliding window")
+
+    def _layers(self) -> int:
+        count = self.keys.get("layers")
+        return count if isinstance(count, int) and 0 < count < 100_000 else 1
+
+    def _letters(self, types: Any) -> str | None:
+        """A letter for each layer; None where the configuration does not name them."""
+        if types is None:
+            return None
+        known = isinstance(types, list) and len(types) == self._layers() and all(kind in LETTERS for kind in types)
+        if not known:
+            self.problems.append(
+                f"layer_types {_short(types)}: one of {' and '.join(LETTERS)} for each layer is needed"
+            )
+            return "f"
+        return "".join(LETTERS[kind] for kind in types)
+
+
+def shortest(letters: str) -> str:
+    """The shortest pattern that makes these letters when it is repeated."""
+    return next(letters[:n] for n in range(1, len(letters) + 1) if all(map(str.__eq__, letters, _cycle(letters[:n]))))
+
+
+def _cycle(pattern: str) -> Iterator[str]:
+    while True:
+        yield from pattern
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def write(record: Architecture, keys: Keys) -> dict[str, Any]:
+    """The configuration of a model with these keys, which are resolved."""
+    table = {"architectures": [record.hf_class], "model_type": record.model_type}
+    for key in record.keys:
+        table[key.theirs] = _plain(key.ours, keys[key.ours])
+    if not record.learned_positions:
+        table |= _rope(record, keys)
+    return table | _windows(record, keys) | dict(record.fixed) | dict(record.written)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A value as their keys have it: whole numbers where ours may be fractions, null for what is off."""
+    if name in ("attention_softcap", "logit_softcap", "window"):
+        return value or None
+    return int(value) if name == "query_pre_attn_scalar" and value == int(value) else value
+
+
+def _rope(record: Architecture, keys: Keys) -> dict[str, Any]:
+    theta, scaling, share = keys["rope_theta"], keys["rope_scaling"], keys["partial_rotary_factor"]
+    given = {} if scaling is None else scaling.table()
+    kind, rest = given.pop("rope_type", "default"), given
+    parameters = {"rope_type": kind, **rest, "rope_theta": theta}
+    table: dict[str, Any] = {"rope_theta": theta}
+    if share != 1.0 or "partial_rotary_factor" in record.takes:
+        parameters["partial_rotary_factor"] = table["partial_rotary_factor"] = share
+    old = {"type": kind, "rope_type": kind, **rest}
+    if record.original_positions is not None:
+        table["original_max_position_embeddings"] = rest.get("original_max_position_embeddings", keys["positions"])
+        old = {name: value for name, value in old.items() if name in ("type", "short_factor", "long_factor")}
+        rest = {} if "factor" in rest or "attention_factor" in rest else rest  # of which transformers 4 knows nothing
+    if record.local:
+        table["rope_local_base_freq"] = keys["rope_local_theta"]
+        local = {"rope_type": "default", "rope_theta": keys["rope_local_theta"]}
+        parameters = {"full_attention": parameters, "sliding_attention": local}
+    table["rope_parameters"] = parameters
+    return table | ({"rope_scaling": old} if rest else {})
+
+
+def _windows(record: Architecture, keys: Keys) -> dict[str, Any]:
+    if record.window in ("none", "all"):
+        return {}
+    letters = ["s" if record.has_window(keys, i) else "f" for i in range(keys["layers"])]
+    if record.window == "layer_types":
+        return {"layer_types": [WORDS[letter] for letter in letters]}
+    if not keys["window"]:
+        return {"use_sliding_window": False, "layer_types": [WORDS["f"]] * len(letters)}
+    first = letters.index("s") if "s" in letters else len(letters)
+    types = [WORDS[letter] for letter in letters]
+    return {"use_sliding_window": True, "max_window_layers": first, "layer_types": types}

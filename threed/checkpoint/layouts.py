@@ -1,0 +1,161 @@
+"""Tensors by Hugging Face's names and by ours: the rules of an architecture (`threed.architectures`) for one model.
+
+    for entry in entries(model):                             one for each of their tensors, block by block
+        theirs = entry.join(ours.__getitem__)                and back: entry.split(theirs)
+    state_dict_to_hf(engine.full_state_dict(), config.model)                    and back: hf_to_state_dict
+    model = model_of(json.loads(text))                       a config.json as keys of the model, and back: config_of
+
+A rule maps one tensor of theirs to tensors of ours, stacked along dimension 0, perhaps transposed. Names, shapes, parts
+and both directions follow from it. Rotary positions need no permutation: ours are half-split, as theirs are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threed import architectures
+from threed.architectures import spelling
+from threed.architectures.record import Rule
+from threed.checkpoint.files import CheckpointError
+from threed.checks import export_limits
+from threed.config import ModelConfig, resolve_model
+
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]  # the first element along every dimension, and how many
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A rule at one block of one model: their `name`, and ours as (name, shape) pairs; held: whether we have those."""
+
+    rule: Rule
+    name: str
+    ours: tuple[tuple[str, Shape], ...]
+    held: bool
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of their tensor."""
+        first = self.ours[0][1]
+        shape = (sum(shape[0] for _, shape in self.ours), *first[1:])
+        return shape[::-1] if self.rule.transposed else shape
+
+    def join(self, read: Callable[[str], Tensor]) -> Tensor:
+        """Returns their tensor, from ours; fp32 zeros if we have none."""
+        if not self.held:
+            return torch.zeros(self.shape)
+        parts = [read(name) for name, _ in self.ours]
+        return self.turn(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def split(self, theirs: Tensor) -> dict[str, Tensor]:
+        """Returns ours, from their tensor; CheckpointError if our model has no tensor for its values."""
+        if not self.held:
+            if theirs.count_nonzero():
+                raise CheckpointError(f"{self.name} is not zero, and the model has no {self.ours[0][0]}")
+            return {}
+        parts = self.turn(theirs).split([shape[0] for _, shape in self.ours])
+        return {name: part.contiguous() for (name, _), part in zip(self.ours, parts, strict=True)}
+
+    def turn(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor, or a box of it, the way round that the other side has it: transposed, or as it is."""
+        return tensor.t() if self.rule.transposed else tensor
+
+    def box(self, name: str, start: Shape, size: Shape) -> Box:
+        """Returns where a box of our tensor `name` is in theirs; what is read there is to be `turn`ed.
+
+        KeyError if it is no part of theirs.
+        """
+        at = 0
+        for ours, shape in self.ours:
+            if ours == name:
+                first = (at + start[0], *start[1:])
+                return (first[::-1], size[::-1]) if self.rule.transposed else (first, size)
+            at += shape[0]
+        raise KeyError(name)
+
+
+def entries(model: ModelConfig) -> list[Entry]:
+    """Returns all tensors of a model's Hugging Face layout, block by block; CheckpointError if it has no layout."""
+    model = resolve_model(model)
+    keys = dict(model)
+    record = architectures.layout_of(keys)
+    if limits := list(export_limits(model)):
+        raise CheckpointError(f"the Hugging Face layout of {record.title} cannot express {'; nor '.join(limits)}")
+    has, letters = record.properties(keys), _letters(model)
+    out = []
+    for blocked, rules in groupby(record.rules, lambda rule: "{i}" in rule.hf):
+        block = list(rules)
+        out += [_at(rule, i, letters, has) for i in range(model.layers if blocked else 1) for rule in block]
+    return [entry for entry in out if entry.held or entry.rule.zeros]
+
+
+def _at(rule: Rule, block: int, letters: Mapping[str, int], has: Mapping[str, bool]) -> Entry:
+    ours = [(name.replace("{i}", str(block)), _shape(shape, letters)) for name, shape in rule.ours]
+    return Entry(rule, rule.hf.replace("{i}", str(block)), tuple(ours), has[rule.needs])
+
+
+def _letters(m: ModelConfig) -> dict[str, int]:
+    heads, d = m.heads, m.head_dim or m.hidden // m.heads
+    k, f, v, p = m.kv_heads or heads, m.ffn or 0, m.vocab or 0, m.positions or m.seq
+    return {"p": p, "h": m.hidden, "a": heads, "k": k, "d": d, "f": f, "v": v}
+
+
+def _shape(words: str, letters: Mapping[str, int]) -> Shape:
+    return tuple(math.prod(letters[letter] for letter in word) for word in words.split())
+
+
+def check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: str) -> None:
+    """Raises CheckpointError for missing, unexpected and misshaped tensors, ten of them by name."""
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is unexpected" for name in found if name not in wanted]
+    both = [name for name in wanted if name in found and tuple(found[name]) != wanted[name]]
+    problems += [f"{name} is {list(found[name])}, not {list(wanted[name])}" for name in both]
+    if problems:
+        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise CheckpointError(f"{what} does not fit the model's configuration: {'; '.join(problems[:10])}{more}")
+
+
+def our_shapes(table: Sequence[Entry]) -> dict[str, Shape]:
+    """Returns the names and shapes of all our tensors in a table."""
+    return dict(pair for entry in table if entry.held for pair in entry.ours)
+
+
+def state_dict_to_hf(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """Maps weights by our global names to Hugging Face's. CheckpointError if names or shapes are not the model's."""
+    table = entries(model)
+    check_names({name: tuple(w.shape) for name, w in weights.items()}, our_shapes(table), "the state dict")
+    device = next(iter(weights.values())).device
+    return {entry.name: entry.join(weights.__getitem__).to(device).contiguous() for entry in table}
+
+
+def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """Maps weights by Hugging Face's names to ours: the inverse of `state_dict_to_hf`."""
+    table = entries(model)
+    wanted = {entry.name: entry.shape for entry in table}
+    check_names({name: tuple(w.shape) for name, w in weights.items()}, wanted, "the Hugging Face state dict")
+    return {name: part for entry in table for name, part in entry.split(weights[entry.name]).items()}
+
+
+def model_of(config: Mapping[str, Any]) -> ModelConfig:
+    """Returns the model of a Hugging Face configuration; its `seq` is the longest that it names.
+
+    Raises CheckpointError with every key that is missing, unknown, or says what cannot be expressed here.
+    """
+    try:
+        record = architectures.of_type(config.get("model_type"))
+        return resolve_model(ModelConfig.model_validate(spelling.read(record, config)))
+    except ValueError as error:
+        raise CheckpointError(f"the Hugging Face configuration: {' '.join(str(error).split())}") from None
+
+
+def config_of(model: ModelConfig) -> dict[str, Any]:
+    """Returns the Hugging Face configuration of a model, without ids of tokens and dtype."""
+    keys = dict(resolve_model(model))
+    return spelling.write(architectures.layout_of(keys), keys)
