@@ -37,7 +37,7 @@ from threed.config import Config, resolve  # noqa: E402
 from threed.device import processor  # noqa: E402
 from threed.engine import Engine as Trainer  # noqa: E402
 from threed.layers import MicroBatch, Slicing  # noqa: E402
-from threed.models.gpt import GPT  # noqa: E402
+from threed.models import Decoder  # noqa: E402
 from threed.topology import Topology  # noqa: E402
 
 CUTS = ("uniform", "balanced", "measured")
@@ -80,8 +80,8 @@ class Repeated(nn.Module):
         return Nap.apply(y, self.nap) if self.nap else y
 
 
-class OneSlow(GPT):
-    """A GPT of which one block is slow; nap: what every block sleeps."""
+class OneSlow(Decoder):
+    """A decoder of which one block is slow; nap: what every block sleeps."""
 
     slow, nap = 0, 0.0
 

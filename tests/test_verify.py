@@ -233,7 +233,7 @@ def test_a_batch_that_depends_on_the_process_is_refused(users: Path, capsys: pyt
 # --------------------------------------------------------------------------------------------------------- the function
 
 
-class Odd(models.gpt.GPT):
+class Odd(models.Decoder):
     """Three heads: no two tensor ranks can share them."""
 
 

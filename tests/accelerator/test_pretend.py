@@ -27,7 +27,7 @@ from threed import collectives
 from threed.config import Config, resolve
 from threed.forecast import Forecast
 from threed.layers import Slicing
-from threed.models import GPT
+from threed.models import Decoder
 from threed.ops import launch
 from threed.sharding import spec_of
 
@@ -209,7 +209,7 @@ class PlantedModel:
     """A GPT with such a layer in it."""
 
     def __init__(self, config: Config, slicing: Slicing, wrong: Callable[[Tensor], Tensor]) -> None:
-        self.inner, self.slicing, self.wrong = GPT(config.model, slicing), slicing, wrong
+        self.inner, self.slicing, self.wrong = Decoder(config.model, slicing), slicing, wrong
         self.costs = lambda micro_batch: [1.0] * (config.model.layers + 2)
 
     def layers(self) -> list[nn.Module]:

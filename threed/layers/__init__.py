@@ -7,6 +7,7 @@ pipeline stage is built.
 
 from threed.layers.attention import Attention, attend, rotate
 from threed.layers.block import Block, Embedding
+from threed.layers.causal import Causal
 from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
 from threed.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, TiledLinear
@@ -20,6 +21,7 @@ __all__ = [
     "MLP",
     "Attention",
     "Block",
+    "Causal",
     "ColumnLinear",
     "Dropout",
     "Embedding",

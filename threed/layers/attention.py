@@ -22,6 +22,7 @@ from threed.layers.recompute import Recompute
 from threed.layers.running import may_run, runs
 from threed.layers.slicing import Slicing
 from threed.ops import rotary
+from threed.ops.frequencies import Theta, scale_of, turned_of
 from threed.ops.tape import Tape
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -29,19 +30,24 @@ Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @functools.lru_cache(maxsize=16)
 def rotary_table(
-    length: int, size: int, theta: float, device: torch.device, dtype: torch.dtype
+    length: int, size: int, theta: Theta, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """cos and sin [s 1 1 d] of rotary angles (arXiv 2104.09864), in the half-split layout that Hugging Face uses."""
-    exponent = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
-    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), 1.0 / theta**exponent)
-    angle = torch.cat((angle, angle), dim=-1).view(length, 1, 1, size)
+    angle = rotary.angles(length, size, theta, device)
+    angle = torch.cat((angle, angle), dim=-1).view(length, 1, 1, turned_of(theta, size))
+    if (scale := scale_of(theta)) != 1.0:
+        return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def rotate(x: Tensor, theta: float) -> Tensor:
-    """Rotary positions on x [s b a d]."""
+def rotate(x: Tensor, theta: Theta) -> Tensor:
+    """Rotary positions on x [s b a d]; theta: the base, or what `ops.frequencies` makes of one."""
     table = rotary_table.__wrapped__ if torch.compiler.is_compiling() else rotary_table
     cos, sin = table(x.shape[0], x.shape[-1], theta, x.device, x.dtype)
+    if (turned := turned_of(theta, x.shape[-1])) < x.shape[-1]:
+        x, rest = x[..., :turned], x[..., turned:]
+        left, right = x.chunk(2, dim=-1)
+        return torch.cat((x * cos + torch.cat((-right, left), dim=-1) * sin, rest), dim=-1)
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
@@ -54,6 +60,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: f
     """
     q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b a s d]; plain views, for einops costs 5 µs a call
     grouped = q.shape[1] != k.shape[1]
+    if grouped and mask is not None and q.is_cuda:  # the fused kernel that takes masks knows no groups
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+        grouped = False
     if q.is_cuda and not torch.compiler.is_compiling():
         _check_fused(q, k, v, mask, scale, grouped)
     y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
@@ -102,8 +111,10 @@ def _back_of_flash(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logar
 class Attention(nn.Module):
     """x [s b h] -> [s b h] (both [s/t b h] when sequences are cut).
 
-    heads a, kv_heads k, head_dim d. tp must divide a, and divide k or be a multiple of it. rotary: the base of rotary
-    positions, or None. qk_norm: RMSNorm of every query and key head (Qwen3), with one weight [d] for all heads.
+    heads a, kv_heads k, head_dim d. tp must divide a, and divide k or be a multiple of it. bias: of query, key and
+    value, and of the output unless out_bias says another thing. rotary: the base of rotary positions, or what
+    `ops.frequencies` makes of one, or None. qk_norm: RMSNorm of every query and key head (Qwen3), with one weight [d]
+    for all heads, to which norm_offset is added.
 
     core: what a query looks at, and how: a function or module of this rank's heads, whole sequences of them, after
     norms and rotary positions where there are any: q [s b a/t d], k and v [s b k/t d] (with fewer key/value heads than
@@ -116,14 +127,15 @@ class Attention(nn.Module):
 
     def __init__(
         self, name: str, hidden: int, heads: int, slicing: Slicing, *, kv_heads: int | None = None,
-        head_dim: int | None = None, bias: bool = True, rotary: float | None = None, qk_norm: bool = False,
-        eps: float = 1e-5, core: Core = attend, std: float = 0.02, out_std: float = 0.02,
+        head_dim: int | None = None, bias: bool = True, out_bias: bool | None = None, rotary: Theta | None = None,
+        qk_norm: bool = False, norm_offset: float = 0.0, eps: float = 1e-5, core: Core = attend, std: float = 0.02,
+        out_std: float = 0.02,
     ) -> None:  # fmt: skip
         super().__init__()
         k, d, t = kv_heads or heads, head_dim or hidden // heads, slicing.tp.size
         if heads % t or (k % t and t % k) or heads % k:
             raise ValueError(f"{name}: {heads} heads and {k} key/value heads cannot be cut over tp {t}")
-        if rotary is not None and d % 2:
+        if rotary is not None and turned_of(rotary, d) % 2:
             raise ValueError(f"{name}: heads of size {d}: rotary positions turn pairs; use head_dim={d + 1}")
         self.slicing, self.d, self.rotary, self.core = slicing, d, rotary, core
         self.heads, self.kv_heads = heads // t, max(k // t, 1)
@@ -135,15 +147,19 @@ class Attention(nn.Module):
             self.query = column(query, local=True)
             self.key_value = column(key_value, local=True, shared=shared)
         # A head's norm sees this rank's heads only, whatever is done with sequences: its gradient is always partial.
-        norm = functools.partial(RMSNorm, width=d, slicing=slicing, eps=eps, partial=True)
+        norm = functools.partial(RMSNorm, width=d, slicing=slicing, eps=eps, partial=True, offset=norm_offset)
         self.query_norm = norm(f"{name}.query_norm") if qk_norm else None
         self.key_norm = norm(f"{name}.key_norm") if qk_norm else None
+        bias = bias if out_bias is None else out_bias
         self.out = RowLinear(f"{name}.out", heads * d, hidden, slicing, std=out_std, bias=bias, multiple=d)
 
     def flops(self, tokens: int, seq: int) -> int | None:
-        """FLOPs of a forward beside its linear layers', over the whole square of positions; None of a core it does not
-        know."""
-        return 4 * tokens * seq * self.heads * self.d if self.core is attend else None
+        """FLOPs of a forward beside its linear layers', over the whole square of positions; None of a core that does
+        not say (`flops(tokens, seq, heads, size)`)."""
+        if self.core is attend:
+            return 4 * tokens * seq * self.heads * self.d
+        states = getattr(self.core, "flops", None)
+        return None if states is None else states(tokens, seq, self.heads, self.d)
 
     def can_run(self) -> bool:
         """Whether its linear layers can run by themselves, before and after `heads_attend`, with nothing recomputed."""
@@ -198,7 +214,7 @@ class Attention(nn.Module):
         """Whether rotary positions may be written over the projection: no head's norm comes first, and none computes
         the core again from what was projected."""
         plain = self.rotary is not None and self.query_norm is None and type(self.recompute) is Recompute
-        return plain and rotary.fits(qkv, self.d)
+        return plain and rotary.fits(qkv, self.d, self.rotary or 0.0)
 
     def _heads(self, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [s b a/t d], key and value [s b k/t d]."""

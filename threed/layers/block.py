@@ -22,7 +22,10 @@ from threed.ops.tape import Rewind, Tape, apply, as_one
 
 
 class Embedding(OnTape):
-    """Token ids -> x [s b h] (or [s/t b h]): word vectors, learned positions if any, dropout."""
+    """Token ids -> x [s b h] (or [s/t b h]): word vectors, learned positions if any, dropout.
+
+    scale: of word vectors, rounded to fp32 and then to their dtype.
+    """
 
     backward_reads_weights = False
     recomputable = False  # its output is a look-up, and a mask of a byte
@@ -30,10 +33,10 @@ class Embedding(OnTape):
 
     def __init__(
         self, name: str, vocab: int, hidden: int, slicing: Slicing, *, positions: int | None = None,
-        dropout: float = 0.0, std: float = 0.02,
+        dropout: float = 0.0, std: float = 0.02, scale: float = 1.0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.name = name
+        self.name, self.scale = name, scale
         self.word = VocabEmbedding(f"{name}.word", vocab, hidden, slicing, std=std)
         self.position = (
             PositionEmbedding(f"{name}.position", positions, hidden, slicing, std=std) if positions else None
@@ -46,11 +49,14 @@ class Embedding(OnTape):
         if self._on_tape and wanted(self.word.weight):
             return as_one(self.word.weight, functools.partial(self._run, tokens=micro.tokens, micro=micro))
         y = self.word(micro.tokens)
+        if self.scale != 1.0:
+            y = y * rounded(self.scale, y.dtype)
         return self.dropout(y if self.position is None else self.position(y), micro)
 
     def look(self, shared: Set[Tensor]) -> None:
         """Sees whether its parts run on a tape in the step that begins."""
-        may = may_run(self.word, VocabEmbedding) and may_run(self.dropout, Dropout) and not watched()
+        may = self.scale == 1.0 and not watched()
+        may = may and may_run(self.word, VocabEmbedding) and may_run(self.dropout, Dropout)
         if self.position is not None:
             may = may and may_run(self.position, PositionEmbedding) and not shares(shared, self.position)
         self._on_tape = may
@@ -58,6 +64,12 @@ class Embedding(OnTape):
     def _run(self, table: Tensor, tape: Tape, tokens: Tensor, micro: MicroBatch) -> Tensor:
         y = self.word.run(table, tape, tokens)
         return self.dropout.run(y if self.position is None else self.position.run(y, tape), tape, micro)
+
+
+@functools.lru_cache(maxsize=64)
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """A number as fp32 and then `dtype` have it."""
+    return float(torch.tensor(number, dtype=torch.float32, device="cpu").to(dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +155,10 @@ class _AfterHeads(torch.autograd.Function):
 
 
 class Block(OnTape):
-    """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches: [s b h] -> [s b h] (or [s/t b h])."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches: [s b h] -> [s b h] (or [s/t b h]).
+
+    post_norms: norms of what the branches give, before it is added.
+    """
 
     recompute = Recompute()
     compilable = True
@@ -151,7 +166,7 @@ class Block(OnTape):
 
     def __init__(
         self, name: str, norms: tuple[nn.Module, nn.Module], attention: nn.Module, mlp: nn.Module, slicing: Slicing, *,
-        dropout: float = 0.0,
+        dropout: float = 0.0, post_norms: tuple[nn.Module, nn.Module] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.name = name
@@ -159,11 +174,14 @@ class Block(OnTape):
         self.attention, self.mlp = attention, mlp
         self.attention_dropout = Dropout(f"{name}.attention.dropout", dropout, slicing)
         self.mlp_dropout = Dropout(f"{name}.mlp.dropout", dropout, slicing)
+        self.attention_post_norm = post_norms[0] if post_norms else None
+        self.mlp_post_norm = post_norms[1] if post_norms else None
 
     def look(self, shared: Set[Tensor]) -> None:
         """Sees whether its parts run on a tape in the step that begins."""
         norms, dropouts = (self.attention_norm, self.mlp_norm), (self.attention_dropout, self.mlp_dropout)
-        may = all(may_run(part, Norm) for part in norms) and all(may_run(part, Dropout) for part in dropouts)
+        may = self.attention_post_norm is None and self.mlp_post_norm is None
+        may = may and all(may_run(part, Norm) for part in norms) and all(may_run(part, Dropout) for part in dropouts)
         may = may and may_run(self.attention, Attention) and may_run(self.mlp, MLP, GatedMLP)
         alone = type(self.recompute) is Recompute and self._compiled_call_impl is None and not watched()
         given: Any = (*norms, self.attention, self.mlp, *dropouts)
@@ -174,8 +192,13 @@ class Block(OnTape):
         if self._parts is not None and self._parts.take(x):
             return self._parts.run(x, micro)
         x, y = self._normed(self.attention_norm, x)
-        x, y = self._normed(self.mlp_norm, self.attention_dropout(self.attention(y), micro), x)
-        return x + self.mlp_dropout(self.mlp(y), micro)
+        y = self._branch(self.attention(y), self.attention_post_norm)
+        x, y = self._normed(self.mlp_norm, self.attention_dropout(y, micro), x)
+        return x + self.mlp_dropout(self._branch(self.mlp(y), self.mlp_post_norm), micro)
+
+    def _branch(self, y: Tensor, norm: nn.Module | None) -> Tensor:
+        """What a branch gives, and its norm if there is one."""
+        return y if norm is None else self.recompute.run("norm", norm, y)
 
     def _normed(self, norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x + residual, and its norm; where the norm may be computed again, the sum is no part of it."""

@@ -35,11 +35,12 @@ class _Projection:
     vocabulary: int
     axis: Axis
     gather: bool
+    softcap: float = 0.0
 
     def loss(self, logits: Tensor, at: slice) -> Tensor:
         """The weighted loss at some positions, of their logits."""
         return weighted_loss(
-            logits, self.targets[at], self.scale, self.axis, self.first, columns=self.columns,
+            capped(logits, self.softcap), self.targets[at], self.scale, self.axis, self.first, columns=self.columns,
             vocabulary=self.vocabulary,
         )  # fmt: skip
 
@@ -49,6 +50,11 @@ class _Projection:
             logits = matmul.linear(x, weight).requires_grad_()
             loss = self.loss(logits.view_as(logits), at)  # not a leaf to the loss, which works in its memory
             return torch.autograd.grad(loss, logits, dloss.to(loss.dtype))[0].flatten(0, -2)
+
+
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    """c tanh(logits / c), the logits where there is no bound c (arXiv 2408.00118)."""
+    return (logits / softcap).tanh_() * softcap if softcap else logits
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -85,7 +91,8 @@ class LanguageModelHead(OnTape):
     """x [s b h] (or [s/t b h]) -> the micro-batch's weighted loss (a scalar), or logits [s b v/t] without labels.
 
     weight_name: the global name of the [v h] projection; the word table's name when head and embedding are tied.
-    loss_chunks: parts of the rows whose logits exist at a time; more than one costs a third of the head's time.
+    softcap: a bound on logits, by tanh; 0: none. loss_chunks: parts of the rows whose logits exist at a time; more than
+    one costs a third of the head's time.
     """
 
     loss_chunks = 1
@@ -102,9 +109,10 @@ class LanguageModelHead(OnTape):
         slicing: Slicing,
         *,
         std: float = 0.02,
+        softcap: float = 0.0,
     ) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.softcap = name, softcap
         self.slicing, self.norm = slicing, norm
         self.first, last = split(vocab, slicing.tp.size, slicing.tp.index)
         self.columns = last - self.first  # of the logits; the rest are the table's padding
@@ -118,10 +126,10 @@ class LanguageModelHead(OnTape):
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         f, table = (self.slicing.tp, self.slicing.sequence_parallel), self.weight
         if micro.labels is None:
-            return linear(self.norm(x), table, None, *f)[..., : self.columns]
+            return capped(linear(self.norm(x), table, None, *f)[..., : self.columns], self.softcap)
         self.data_flags[0].note(micro.labels >= self.vocab)
         scale = torch.ones((), device=x.device) if micro.weight is None else micro.weight
-        of = _Projection(table, micro.labels.t(), scale, self.first, self.columns, self.vocab, *f)
+        of = _Projection(table, micro.labels.t(), scale, self.first, self.columns, self.vocab, *f, self.softcap)
         if self.loss_chunks > 1:
             y = self.norm(x)
             loss: Tensor = _ChunkedLoss.apply(y, *for_autograd(y, table), of, min(self.loss_chunks, y.shape[0]))
@@ -134,7 +142,13 @@ class LanguageModelHead(OnTape):
     def look(self, shared: Set[Tensor]) -> None:
         """Sees whether its parts run on a tape in the step that begins."""
         table = held(self, "weight")
-        alone = table is not None and goes_to_sink(table) and not watched() and not shares(shared, self.norm)
+        alone = (
+            not self.softcap
+            and table is not None
+            and goes_to_sink(table)
+            and not watched()
+            and not shares(shared, self.norm)
+        )
         self._on_tape = alone and may_run(self.norm, Norm)
 
     def _run(self, x: Tensor, tape: Tape, norm: Norm, of: _Projection) -> Tensor:

@@ -1,4 +1,4 @@
-"""The feed-forward part of a block, cut by its inner features: GELU, or gated with SiLU (SwiGLU), or any other.
+"""The feed-forward part of a block, cut by its inner features: GELU, or gated with SiLU (SwiGLU) or any other.
 
 activation, of both: any function of each element by itself; or a module, whose parameters carry records as all do.
 """

@@ -95,6 +95,7 @@ class Norm(nn.Module):
 
     layer = False
     eps: float
+    offset = 0.0
     weight: Tensor
     bias: Tensor | None
 
@@ -104,7 +105,7 @@ class Norm(nn.Module):
 
     def fits(self, x: Tensor) -> bool:
         """Whether our kernel takes x."""
-        return launch.ready(x) and norm.fits(x, *self._params())
+        return not self.offset and launch.ready(x) and norm.fits(x, *self._params())
 
     def fused(self, x: Tensor, residual: Tensor | None, *, both: bool) -> Any:
         """The norm of x + residual by our kernel; if `both`, the sum before it."""
@@ -174,18 +175,25 @@ class LayerNorm(Norm):
 
 @runs
 class RMSNorm(Norm):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467): [... h] -> [... h]."""
+    """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last dimension (arXiv 1910.07467): [... h] -> [... h].
+
+    offset: 1 in Gemma, whose weights begin at zero; then it is computed in fp32 at least, for 1 + weight is.
+    """
 
     def __init__(
-        self, name: str, width: int, slicing: Slicing, *, eps: float = 1e-5, partial: bool | None = None
-    ) -> None:
+        self, name: str, width: int, slicing: Slicing, *, eps: float = 1e-5, partial: bool | None = None,
+        offset: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.width, self.eps = width, eps
-        spec = slicing.shared(vector(f"{name}.weight", width, value=1.0), partial=partial)
+        self.width, self.eps, self.offset = width, eps, offset
+        spec = slicing.shared(vector(f"{name}.weight", width, value=1.0 - offset), partial=partial)
         self.weight, self.bias = parameter(spec, (width,)), None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fits(x):
             y: Tensor = self.fused(x, None, both=False)
             return y
+        if self.offset:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            return F.rms_norm(x.to(wide), (self.width,), self.weight.to(wide) + self.offset, self.eps).to(x.dtype)
         return F.rms_norm(x, (self.width,), self.weight, self.eps)

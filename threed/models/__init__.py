@@ -1,4 +1,4 @@
-"""Models as lists of pipeline layers, by the name of their architecture."""
+"""Models as lists of pipeline layers: decoders by the name of their architecture, and any module, wrapped."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from torch import nn
 
 from threed.config import ConfigError, ModelConfig
 from threed.layers import Slicing
-from threed.models.gpt import GPT
-from threed.models.llama import Llama
+from threed.models.decoder import Decoder as Decoder
 from threed.models.wrapped import Wrapped as Wrapped
 from threed.topology import Topology
-
-ARCHITECTURES: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
 
 
 class Model(Protocol):
@@ -51,4 +48,4 @@ def as_model(model: Model | nn.Module, topology: Topology) -> Model:
 
 def build(config: ModelConfig, slicing: Slicing) -> Model:
     """The model that `config.arch` names."""
-    return ARCHITECTURES[config.arch](config, slicing)
+    return Decoder(config, slicing)

@@ -13,7 +13,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -350,6 +350,8 @@ def fingerprint(value: Any, name: str, around: set[int]) -> Any:
         return tuple(fingerprint(item, name, around) for item in value)
     if isinstance(value, set | frozenset):
         return frozenset(fingerprint(item, name, around) for item in value)
+    if is_dataclass(value) and type(value).__eq__ is not object.__eq__:
+        return type(value), tuple(fingerprint(getattr(value, part.name), name, around) for part in fields(value))
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     if isinstance(value, str):

@@ -1,0 +1,135 @@
+"""Every family of models against `transformers` itself: logits, state dicts, configurations, and training.
+
+The weights come from `transformers`, which draws them at random; sizes are tiny and odd: heads of a size of their own,
+fewer key/value heads, windows shorter than the sequence, scaled rotary angles.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from threed.checkpoint.layouts import config_of, hf_to_state_dict, model_of, state_dict_to_hf
+from threed.config import ModelConfig
+from threed.layers import MicroBatch, Slicing
+from threed.models import build
+from threed.sharding import spec_of
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+VOCAB, SEQ = 53, 24
+TOKENS = torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(5))
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {"short_factor": [1.0, 1.1, 1.5], "long_factor": [1.0, 2.5, 8.0]}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", {
+        "vocab_size": VOCAB, "n_embd": 40, "n_layer": 3, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    }),
+    "llama": ("Llama", {**SIZES, "rope_parameters": LLAMA3, "head_dim": 6}),
+    "llama linear, biases": ("Llama", {
+        **SIZES, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, "attention_bias": True,
+        "num_key_value_heads": 1,
+    }),
+    "mistral": ("Mistral", {**SIZES, "head_dim": 14, "sliding_window": 7}),
+    "mistral yarn": ("Mistral", {**SIZES, "sliding_window": None, "rope_parameters": YARN}),
+    "qwen2": ("Qwen2", {
+        **SIZES, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "tie_word_embeddings": True,
+    }),
+    "qwen2 yarn": ("Qwen2", {**SIZES, "rope_parameters": YARN | {"truncate": False, "beta_fast": 24.0}}),
+    "qwen3": ("Qwen3", {
+        **SIZES, "head_dim": 12, "attention_bias": True, "use_sliding_window": True, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    }),
+    "phi3": ("Phi3", {
+        **SIZES, "sliding_window": 9, "original_max_position_embeddings": 16,
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.6, **LONG},
+    }),
+    "phi3 short": ("Phi3", {
+        **SIZES, "original_max_position_embeddings": 32, "num_key_value_heads": 4,
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.6, **LONG},
+    }),
+    "gemma2": ("Gemma2", {
+        **SIZES, "head_dim": 14, "sliding_window": 6, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 2.5,
+    }),
+    "gemma2 without caps": ("Gemma2", {
+        **SIZES, "head_dim": 14, "sliding_window": 6, "query_pre_attn_scalar": 9, "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }),
+    "gemma3": ("Gemma3", {
+        **SIZES, "head_dim": 14, "sliding_window": 6, "query_pre_attn_scalar": 20, "num_hidden_layers": 7,
+        "final_logit_softcapping": 3.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    }),
+}  # fmt: skip
+
+
+def theirs(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of `transformers`, with large weights, so that every part of it has a say."""
+    import transformers
+
+    kind, sizes = FAMILIES[name]
+    config = getattr(transformers, f"{kind}{'Text' if kind == 'Gemma3' else ''}Config")(**sizes)
+    config._attn_implementation = "eager"
+    tail = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    torch.manual_seed(11)
+    model = getattr(transformers, kind + tail)(config)
+    draw = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            if param.dim() == 2:
+                param.normal_(
+                    0.0, 0.3 if "emb" in key or "wte" in key else 1.2 / param.shape[-1] ** 0.5, generator=draw
+                )
+            else:
+                param.add_(0.3 * torch.randn(param.shape, generator=draw))
+    return model.to(dtype).eval()
+
+
+def ours(model: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """Logits [b s v] of our layers with these weights, without an engine."""
+    x: Tensor | None = None
+    for layer in build(model, Slicing()).layers():
+        for module in layer.modules():
+            for key, param in module._parameters.items():
+                if param is not None:
+                    parts = [weights[piece.name].flatten() for piece in spec_of(param).pieces]
+                    module._parameters[key] = nn.Parameter(torch.cat(parts).view(param.shape))
+        with torch.no_grad():
+            x = layer(x, MicroBatch(tokens=tokens, training=False))
+    assert x is not None
+    return x.transpose(0, 1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_weights_and_configuration_are_those_of_transformers(name: str) -> None:
+    module = theirs(name)
+    config = module.config.to_dict()
+    model = model_of(config)
+    state = {key: value for key, value in module.state_dict().items() if key != "lm_head.weight" or not model.tied}
+    weights = hf_to_state_dict(state, model)
+    back = state_dict_to_hf(weights, model)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[key], value) for key, value in state.items())
+    with torch.no_grad():
+        want = module(TOKENS).logits
+    torch.testing.assert_close(ours(model, weights, TOKENS), want, rtol=0, atol=1e-5)
+    assert model_of(config_of(model)) == model
+    again = type(module.config)(**config_of(model)).to_dict()
+    assert model_of(again) == model

@@ -1,0 +1,129 @@
+"""A decoder of any architecture in `threed.architectures`: whose record says what its blocks are made of.
+
+model = Decoder(config.model, slicing)
+model.layers()    # embedding, blocks.0 ... blocks.l-1, head: each on the meta device until its stage is built
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from threed import architectures
+from threed.config import ModelConfig, resolve_model
+from threed.layers import (
+    MLP,
+    Attention,
+    Block,
+    Causal,
+    Embedding,
+    GatedMLP,
+    LanguageModelHead,
+    LayerNorm,
+    RMSNorm,
+    Slicing,
+    attend,
+    gelu,
+)
+from threed.layers.attention import Core
+from threed.ops.frequencies import Theta, frequencies
+
+WORD = "embedding.word.weight"
+STD = 0.02
+
+
+class Decoder:
+    """A decoder as a list of pipeline layers.
+
+    Outputs onto the residual stream start smaller, by 1 / sqrt(2 l) with the global number of layers l.
+    """
+
+    boundaries_replicated = True
+
+    def __init__(self, config: ModelConfig, slicing: Slicing) -> None:
+        self.config, self.slicing = resolve_model(config), slicing
+        self.record, self.hidden = architectures.find(config.arch), config.hidden
+
+    def layers(self) -> list[nn.Module]:
+        """The pipeline layers, in order."""
+        return [self._embedding(), *(self._block(i) for i in range(self.config.layers)), self._head()]
+
+    def _embedding(self) -> nn.Module:
+        c, record = self.config, self.record
+        return Embedding(
+            "embedding", vocab_of(c), c.hidden, self.slicing, dropout=c.dropout, std=STD,
+            positions=c.positions if record.learned_positions else None,
+            scale=math.sqrt(c.hidden) if record.scaled_embedding else 1.0,
+        )  # fmt: skip
+
+    def _block(self, index: int) -> nn.Module:
+        c, name = self.config, f"blocks.{index}"
+        norms = (self._norm(f"{name}.attention_norm"), self._norm(f"{name}.mlp_norm"))
+        behind = (f"{name}.attention_post_norm", f"{name}.mlp_post_norm") if self.record.post_norms else None
+        attention = self._attention(f"{name}.attention", self.record.has_window(dict(c), index))
+        return Block(
+            name, norms, attention, self._mlp(f"{name}.mlp"), self.slicing, dropout=c.dropout,
+            post_norms=behind and (self._norm(behind[0]), self._norm(behind[1])),
+        )  # fmt: skip
+
+    def _attention(self, name: str, window: bool) -> nn.Module:
+        c, record = self.config, self.record
+        return Attention(
+            name, c.hidden, c.heads, self.slicing, kv_heads=c.kv_heads, head_dim=c.head_dim,
+            bias=bool(c.bias) or record.qkv_bias, out_bias=bool(c.bias),
+            rotary=None if record.learned_positions else self._theta(window),
+            qk_norm=record.qk_norm or c.qk_norm, norm_offset=record.norm_offset, eps=c.norm_eps,
+            core=self._core(window), std=STD, out_std=self._out_std(),
+        )  # fmt: skip
+
+    def _mlp(self, name: str) -> nn.Module:
+        c, record = self.config, self.record
+        kind = GatedMLP if record.gated else MLP
+        activation: Callable[[Tensor], Tensor] = F.silu if record.activation == "silu" else gelu
+        assert c.ffn is not None
+        return kind(
+            name, c.hidden, c.ffn, self.slicing, bias=bool(c.mlp_bias), std=STD, out_std=self._out_std(),
+            activation=activation,
+        )  # fmt: skip
+
+    def _head(self) -> nn.Module:
+        c = self.config
+        return LanguageModelHead(
+            "head", WORD if c.tied else "head.weight", self._norm("head.norm"), vocab_of(c), c.hidden, self.slicing,
+            std=STD, softcap=c.logit_softcap or 0.0,
+        )  # fmt: skip
+
+    def _norm(self, name: str) -> nn.Module:
+        c, record = self.config, self.record
+        if record.norm == "layer":
+            return LayerNorm(name, c.hidden, self.slicing, eps=c.norm_eps)
+        return RMSNorm(name, c.hidden, self.slicing, eps=c.norm_eps, offset=record.norm_offset)
+
+    def _out_std(self) -> float:
+        return STD / math.sqrt(2 * self.config.layers)
+
+    def _theta(self, window: bool) -> Theta:
+        """What rotary positions need, in layers with a window or without."""
+        c = self.config
+        d = c.head_dim or c.hidden // c.heads
+        if window and c.rope_local_theta is not None:
+            return c.rope_local_theta
+        return frequencies(
+            c.rope_theta, d, part=c.partial_rotary_factor, scaling=c.rope_scaling, positions=c.positions or c.seq
+        )
+
+    def _core(self, window: bool) -> Core:
+        c = self.config
+        scale = None if c.query_pre_attn_scalar in (None, c.head_dim) else float(c.query_pre_attn_scalar) ** -0.5
+        core = Causal((c.window or 0) if window else 0, c.attention_softcap or 0.0, scale)
+        return attend if core == Causal() else core
+
+
+def vocab_of(config: ModelConfig) -> int:
+    """The vocabulary size; ValueError while it is still open."""
+    if config.vocab is None:
+        raise ValueError("model.vocab is not set: resolve the configuration with the tokenizer's vocabulary first")
+    return config.vocab
