@@ -86,6 +86,43 @@ MODELS = {
     "gpt-untied": {"arch": "gpt", "heads": 4, "tied": False},
     "llama": {"arch": "llama", "heads": 4, "kv_heads": 2, "ffn": 72},
     "qwen-tied": {"arch": "llama", "heads": 4, "kv_heads": 1, "ffn": 70, "qk_norm": True, "tied": True},
+    "mistral": {"arch": "mistral", "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 70, "window": 5},
+    "qwen2": {"arch": "qwen2", "heads": 4, "kv_heads": 1, "ffn": 72, "window": 5, "layer_pattern": "fs"},
+    "phi3": {
+        "arch": "phi3",
+        "heads": 4,
+        "ffn": 72,
+        "window": 9,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.5],
+            "long_factor": [2.0, 8.0],
+            "original_max_position_embeddings": 8,
+        },
+    },
+    "gemma2": {
+        "arch": "gemma2",
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 6,
+        "ffn": 70,
+        "window": 5,
+        "attention_softcap": 0.5,
+        "logit_softcap": 1.0,
+        "query_pre_attn_scalar": 9,
+    },
+    "gemma3": {
+        "arch": "gemma3",
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 10,
+        "ffn": 72,
+        "window": 5,
+        "layer_pattern": "ssf",
+        "rope_theta": 1e6,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
 }
 
 

@@ -57,7 +57,7 @@ def test_train_takes_the_flags_of_training_and_an_architecture(
     assert main(["train", "llama", "--help"]) == 0
     assert "usage: torchrun --standalone --nproc-per-node N -m threed train llama [" in capsys.readouterr().out
     assert main(["train", "bert", *dry]) == 2
-    assert "threed train bert: no such architecture; there are gpt and llama" in capsys.readouterr().err
+    assert "threed train bert: no such architecture; there are gpt, llama, mistral" in capsys.readouterr().err
     for tool in ("train", "plan"):  # the preset has another
         assert main([tool, "llama", "--preset", "tiny", *dry]) == 2
         assert "trains llama, and the preset or file says model.arch gpt: add --model" in capsys.readouterr().err

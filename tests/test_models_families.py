@@ -6,26 +6,36 @@ fewer key/value heads, windows shorter than the sequence, scaled rotary angles.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threed.checkpoint.layouts import config_of, hf_to_state_dict, model_of, state_dict_to_hf
-from threed.config import ModelConfig
-from threed.layers import MicroBatch, Slicing
+from tests.configs import engine_of, share
+from tests.harness import run_ranks
+from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.layouts import config_of, entries, hf_to_state_dict, model_of, state_dict_to_hf
+from threed.config import Config, ModelConfig, resolve
+from threed.layers import Causal, MicroBatch, Slicing, attend
 from threed.models import build
+from threed.precision import DTYPES
 from threed.sharding import spec_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 VOCAB, SEQ = 53, 24
 TOKENS = torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(5))
+# pad_token_id: transformers would not train that row of the table.
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -117,6 +127,25 @@ def ours(model: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tens
     return x.transpose(0, 1)
 
 
+def without_fp32(module: nn.Module) -> ExitStack:
+    """In the block `module` computes norms and softmax in its own fp64, not in fp32; rotary angles stay as they are."""
+    stack, softmax = ExitStack(), F.softmax
+
+    def wide_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        return softmax(x, dim, dtype=x.dtype if x.dtype == torch.float64 else dtype)
+
+    def wide_norm(norm: Any, x: Tensor) -> Tensor:
+        weight = norm.weight + (1.0 if type(norm).__name__.startswith("Gemma") else 0.0)
+        eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+    stack.enter_context(mock.patch.object(F, "softmax", wide_softmax))
+    for norm in module.modules():
+        if type(norm).__name__.endswith("RMSNorm"):
+            stack.enter_context(mock.patch.object(norm, "forward", functools.partial(wide_norm, norm)))
+    return stack
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_weights_and_configuration_are_those_of_transformers(name: str) -> None:
     module = theirs(name)
@@ -130,6 +159,84 @@ def test_logits_weights_and_configuration_are_those_of_transformers(name: str) -
     with torch.no_grad():
         want = module(TOKENS).logits
     torch.testing.assert_close(ours(model, weights, TOKENS), want, rtol=0, atol=1e-5)
+    module, wide = module.double(), {key: value.double() for key, value in weights.items()}
+    with torch.no_grad(), without_fp32(module):
+        want = module(TOKENS).logits
+    torch.testing.assert_close(ours(model, wide, TOKENS), want, rtol=0, atol=1e-11)
     assert model_of(config_of(model)) == model
     again = type(module.config)(**config_of(model)).to_dict()
     assert model_of(again) == model
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+
+STEPS, ROWS, LR, CLIP = 3, 4, 3e-3, 0.5
+PRECISIONS = [("fp64", 1e-8, 1e-9), ("fp32", 1e-5, 1e-5)]  # eps: `tests/configs.py` says why
+TRAINED = ["gpt2", "llama linear, biases", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"]
+Trained = tuple[list[float], list[float], dict[str, Tensor]]
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    """A global batch, of which a few labels are not counted."""
+    draw = torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(0, VOCAB, (ROWS, SEQ + 1), generator=draw)
+    labels = ids[:, 1:].masked_fill(torch.rand(ROWS, SEQ, generator=draw) < 0.1, -100)
+    return {"tokens": ids[:, :-1].contiguous(), "labels": labels}
+
+
+def train_theirs(module: nn.Module, eps: float) -> Trained:
+    """Losses, gradient norms and weights of torch's own AdamW on the module of `transformers`."""
+    params = list(module.parameters())
+    groups = [{"params": [p for p in params if (p.dim() > 1) == big], "weight_decay": 0.1 * big} for big in (0, 1)]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=eps)
+    losses, norms = [], []
+    for step in range(STEPS):
+        full = batch(step)
+        logits = module(full["tokens"]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), full["labels"].flatten(), ignore_index=-100)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(nn.utils.clip_grad_norm_(params, CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, dict(module.state_dict())
+
+
+def train_ours(cases: list[tuple[ModelConfig, dict[str, Tensor], str, float]]) -> list[Trained]:
+    """The same of our engine on 2 pipeline x 2 tensor ranks, from these weights."""
+    found = []
+    for model, weights, dtype, eps in cases:
+        config = Config.model_validate({
+            "parallel": {"pp": 2, "tp": 2},
+            "precision": {"dtype": dtype},
+            "model": dict(model) | {"seq": SEQ},
+            "train": {"global_batch": ROWS, "micro_batch": 2, "steps": 10, "grad_clip": CLIP},
+            "optim": {"warmup": 0, "schedule": "constant", "lr": LR, "eps": eps},
+        })  # fmt: skip
+        engine = engine_of(resolve(config, VOCAB, 4))
+        engine.load_full_state_dict(weights)
+        metrics = [engine.step(share(batch(step), engine.topology)) for step in range(STEPS)]
+        found.append(
+            ([float(m.loss) for m in metrics], [float(m.grad_norm) for m in metrics], engine.full_state_dict())
+        )
+    return found
+
+
+def test_training_from_their_weights_equals_training_their_module() -> None:
+    cases, wants = [], []
+    for name, (dtype, eps, _) in itertools.product(TRAINED, PRECISIONS):
+        module = theirs(name, DTYPES[dtype])
+        model = model_of(module.config.to_dict())
+        state = {key: value for key, value in module.state_dict().items() if key != "lm_head.weight" or not model.tied}
+        cases.append((model, hf_to_state_dict({k: v.clone() for k, v in state.items()}, model), dtype, eps))
+        with without_fp32(module) if dtype == "fp64" else ExitStack():
+            losses, norms, after = train_theirs(module, eps)
+        wants.append((losses, norms, hf_to_state_dict({key: after[key] for key in state}, model)))
+    found = run_ranks(4, train_ours, cases, timeout=600)[0]
+    for (model, _, dtype, _), got, want in zip(cases, found, wants, strict=True):
+        bound, where = {dtype: bound for dtype, _, bound in PRECISIONS}[dtype], f"{model.arch} {dtype}"
+        off = [abs(a - b) / b for part in (0, 1) for a, b in zip(got[part], want[part], strict=True)]
+        assert max(off) < bound, where
+        assert got[2].keys() == want[2].keys()
+        most = max(float((got[2][key] - value).abs().max()) for key, value in want[2].items())
+        assert most < bound, (where, most)
