@@ -25,7 +25,7 @@ pytest.importorskip("torch._library.opaque_object", reason="this torch has no op
 SETTINGS: dict[str, list[object]] = {name: options[:1] for name, options in equivalence.SETTINGS.items()} | {
     "dp": [1, 2],
     "tp": [1, 2],
-    "model": ["gpt", "qwen-tied"],
+    "model": ["gpt", "qwen-tied", "phi3", "gemma2", "gemma3"],
     "sequence": [True, False],
     "zero": [0, 3],
     "microbatches": [1, 3],

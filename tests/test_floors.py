@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     "threed.config": 0,
     "threed.architectures": 0,
-    "threed.rope_scaling": 0,
     "threed.arguments": 0,
     "threed.atomic": 0,
     "threed.checks": 0,

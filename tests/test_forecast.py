@@ -34,7 +34,7 @@ from threed.zero.state import holdings
 
 HELD = ("parameters", "gradients", "optimizer", "offloaded")
 SETTINGS: dict[str, tuple[Any, ...]] = {
-    "model": ("gpt", "qwen-tied", "two-ties", "three-way-tie", "used-twice", "frozen-middle"),
+    "model": ("gpt", "qwen-tied", "gemma3", "two-ties", "three-way-tie", "used-twice", "frozen-middle"),
     "grid": ((1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (3, 1, 1)),
     "zero": (0, 1, 2, 3),
     "dtypes": (("fp64", None), ("fp32", None), ("bf16", None), ("bf16", "bf16"), ("fp32", "bf16"), ("fp16", None)),
@@ -240,7 +240,7 @@ def test_a_model_that_reads_other_things_says_what_by_an_example() -> None:
 
 
 def test_flops_a_token_are_counted_whatever_a_model_says_that_it_costs() -> None:
-    class Says(models.GPT):
+    class Says(models.Decoder):
         def costs(self, micro_batch: int) -> list[float]:
             return [1.0] * (self.config.layers + 2)
 
@@ -250,7 +250,7 @@ def test_flops_a_token_are_counted_whatever_a_model_says_that_it_costs() -> None
 
 
 def test_buffers_of_modules_are_counted_and_the_model_has_its_name() -> None:
-    class Masked(models.GPT):
+    class Masked(models.Decoder):
         def layers(self) -> list[nn.Module]:
             layers = super().layers()
             layers[1].register_buffer("mask", torch.zeros(1000))

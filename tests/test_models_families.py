@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ from tests.harness import run_ranks
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.layouts import config_of, entries, hf_to_state_dict, model_of, state_dict_to_hf
 from threed.config import Config, ModelConfig, resolve
-from threed.layers import Causal, MicroBatch, Slicing, attend
+from threed.layers import Causal, MicroBatch, Slicing, attend, causal
 from threed.models import build
 from threed.precision import DTYPES
 from threed.sharding import spec_of
@@ -240,3 +241,128 @@ def test_training_from_their_weights_equals_training_their_module() -> None:
         assert got[2].keys() == want[2].keys()
         most = max(float((got[2][key] - value).abs().max()) for key, value in want[2].items())
         assert most < bound, (where, most)
+
+
+# ---------------------------------------------------------------------------------------------------- configurations
+
+OLD = {
+    "llama": (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    ),
+    "mistral": ({"rope_parameters": YARN}, {"rope_theta": 500.0, "rope_scaling": {**YARN, "rope_theta": None}}),
+    "phi3": (
+        {
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.6, **LONG},
+            "original_max_position_embeddings": 16,
+        },
+        {
+            "rope_theta": 1e4, "rope_scaling": {"type": "su", **LONG}, "partial_rotary_factor": 0.6,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "gemma3_text": (
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        {
+            "sliding_window_pattern": 2, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OLD)
+def test_old_and_new_spellings_are_one_model(kind: str) -> None:
+    new, old = OLD[kind]
+    assert model_of({"model_type": kind, **SIZES, **new}) == model_of({"model_type": kind, **SIZES, **old})
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "qwen3_moe"}, "model_type qwen3_moe is none of gpt2, llama, mistral"),
+    ({"model_type": "gpt_oss"}, "model_type gpt_oss is none of"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic: there are linear, llama3, yarn"),
+    ({"rope_parameters": {"rope_type": "proportional"}}, "rope_type proportional"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "linear needs factor"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ({"num_local_experts": 8}, "num_local_experts 8 is not understood"),
+    ({"attention_sinks": True}, "attention_sinks True is not understood"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4} is not understood"),
+    ({"hidden_act": "gelu"}, "hidden_act gelu, not silu"),
+    ({"attention_dropout": 0.1}, "attention_dropout 0.1, not 0.0"),
+    ({"hidden_size": None}, "hidden"),
+    ({"num_key_value_heads": "many"}, "kv_heads"),
+    ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}, "layer_types"),
+    ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention True, not False"),
+    ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "one of sliding_attention and full_attention for"),
+    ({"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+     "rotary angles of layers with a window that are scaled"),
+    ({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type linear"),
+    ({"model_type": "phi3", "resid_pdrop": 0.1}, "embd_pdrop 0.0 beside 0.1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "problem"), REFUSED, ids=[str(changes) for changes, _ in REFUSED])
+def test_what_is_not_understood_is_refused_by_name(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(problem)):
+        model_of({"model_type": "llama", **SIZES, **changes})
+
+
+def test_a_box_of_ours_is_found_in_theirs() -> None:
+    for name in ("gpt2", "phi3"):
+        module = theirs(name)
+        model = model_of(module.config.to_dict())
+        for entry in entries(model):
+            theirs_whole = module.state_dict()[entry.name]
+            for ours_name, part in entry.split(theirs_whole).items():
+                start = tuple(size // 3 for size in part.shape)
+                size = tuple(max(1, size // 2) for size in part.shape)
+                (first, count) = entry.box(ours_name, start, size)
+                box = theirs_whole[tuple(slice(a, a + n) for a, n in zip(first, count, strict=True))]
+                want = part[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+                assert torch.equal(entry.turn(box), want), (entry.name, ours_name)
+
+
+# --------------------------------------------------------------------------------------------------------- attention
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, core: Causal) -> Tensor:
+    """The formula: [s b a d] -> [s b (a d)]."""
+    s, _, a, d = q.shape
+    k, v = (x.repeat_interleave(a // k.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("sbad,tbad->bast", q, k) * (core.scale or d**-0.5)
+    scores = torch.tanh(scores / core.softcap) * core.softcap if core.softcap else scores
+    at = torch.arange(s)
+    seen = (at <= at[:, None]) & (at > at[:, None] - (core.window or s))
+    shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("bast,tbad->sbad", shares, v).flatten(2)
+
+
+CORES = [Causal(5), Causal(scale=0.3), Causal(0, 0.7), Causal(3, 0.7, 0.9), Causal(99, 2.0), Causal(1, 1.0)]
+
+
+@pytest.mark.parametrize("core", CORES, ids=str)
+def test_windows_and_bounds_are_the_formula_in_parts_of_any_size(core: Causal) -> None:
+    """17 positions, 16 at a time; two key/value heads of four."""
+    draw = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(17, 2, heads, 3, dtype=torch.float64, generator=draw).requires_grad_() for heads in (4, 2, 2)
+    )
+    want = plain_attention(q, k, v, core)
+    with mock.patch.object(causal, "SCORES", 1):
+        torch.testing.assert_close(core(q, k, v), want, rtol=0, atol=1e-13)
+        dy = torch.randn(want.shape, dtype=torch.float64, generator=draw)
+        for got, right in zip(*(torch.autograd.grad(y, (q, k, v), dy) for y in (core(q, k, v), want)), strict=True):
+            torch.testing.assert_close(got, right, rtol=0, atol=1e-13)
+        assert torch.autograd.gradcheck(core, (q[:5], k[:5], v[:5]))
+
+
+def test_a_model_without_window_and_bound_has_the_attention_it_had() -> None:
+    for arch in ("gpt", "llama", "mistral", "qwen2", "qwen3", "phi3"):
+        block = build(ModelConfig(arch=arch, vocab=VOCAB), Slicing()).layers()[1]
+        assert block.attention.core is attend

@@ -213,7 +213,7 @@ class Drawing(nn.Module):
         return x - self.mean
 
 
-class Drawn(models.GPT):
+class Drawn(models.Decoder):
     """A GPT with such a layer in front of its head."""
 
     def layers(self) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests import formulas, users_cases, users_truths
+from tests import configs, formulas, users_cases, users_truths
 from tests.formulas import Decoder
 from tests.live import Live
 from tests.users_layers import Latent, Running
@@ -31,6 +31,7 @@ from threed.pipeline.boundary import like, tensors
 from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.trace import META, LayerCost, TraceError, Tracer, stated_flops
 from threed.planner import Grid
+from threed.precision import DTYPES
 from threed.topology import Topology
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -320,6 +321,19 @@ def test_users_layers_keep_and_compute_what_was_traced(name: str) -> None:
     micro = MicroBatch(tokens, labels, torch.arange(len(labels)), weight, inputs=data or None)
     layers = USERS_MODELS[name](config.model, Slicing()).layers()
     check_on_the_cpu(layers, micro, torch.bfloat16 if name in users_cases.BF16 else torch.float64)
+
+
+@pytest.mark.usefixtures("small_heap")
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "phi3", "gemma2", "gemma3"])
+def test_families_keep_and_compute_what_was_traced_and_stated(name: str, dtype: str) -> None:
+    config = configs.config_of(configs.Case(model=name, dtype=dtype))
+    layers, data = models.build(config.model, Slicing()).layers(), configs.batch(0, ROWS)
+    weight = torch.ones((), dtype=torch.float64)
+    micro = MicroBatch(data["tokens"], data["labels"], torch.arange(ROWS), weight)
+    stated, wide = stated_flops(layers, ROWS * configs.SEQ, configs.SEQ), DTYPES[dtype]
+    assert stated == [cost.flops for cost in Tracer(on_meta(micro), wide, wide, Counter()).trace(layers)]
+    check_on_the_cpu(layers, micro, wide)
 
 
 class Plain(nn.Module):

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from threed import architectures, schedules
 from threed.param_groups import ParamGroup, read_groups
-from threed.rope_scaling import RopeScaling, read_scaling
+from threed.architectures.rope_scaling import RopeScaling, read_scaling
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,10 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
     """
     try:
         record = architectures.of_type(config.get("model_type"))
-        return resolve_model(ModelConfig.model_validate(spelling.read(record, config)))
+        model = resolve_model(ModelConfig.model_validate(spelling.read(record, config)))
+        if limits := list(export_limits(model)):
+            raise ValueError(f"no {record.model_type} has {'; nor '.join(limits)}")
+        return model
     except ValueError as error:
         raise CheckpointError(f"the Hugging Face configuration: {' '.join(str(error).split())}") from None
 

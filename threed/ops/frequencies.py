@@ -3,7 +3,7 @@
     of = frequencies(10000.0, size, scaling=scaling, positions=131072)      the base itself where nothing is to be done
     inverse(of, size, length, device)                                       radians a position, fp32 [d/2]
 
-Scalings: `threed.rope_scaling`. Formulas and their order are those of `transformers`, for in fp32 a frequency's last
+Scalings: `threed.architectures.rope_scaling`. Formulas and their order are those of `transformers`, for in fp32 a frequency's last
 bit is a thousandth of a radian at the hundred-thousandth position.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from threed.rope_scaling import RopeScaling
+from threed.architectures.rope_scaling import RopeScaling
 
 
 class Frequencies(NamedTuple):
