@@ -9,13 +9,11 @@ else, so that another harness can use it as FILE.py:Class.
 
 from __future__ import annotations
 
-import os
+import statistics
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +29,11 @@ from benchmarks.pipelines import PIPELINES  # noqa: E402
 from benchmarks.reference import GPTConfig  # noqa: E402
 from benchmarks.suites import MODES, SCHEDULES, Offload  # noqa: E402
 from benchmarks.trainer import complete, make_trainer, renamed  # noqa: E402
-from threed import collectives, models  # noqa: E402
+from threed import collectives  # noqa: E402
 from threed.engine import Engine as Trainer  # noqa: E402
-from threed.layer_times import layer_times  # noqa: E402
-from threed.layers import Slicing  # noqa: E402
 from threed.memory.tiers import Drive  # noqa: E402
-from threed.planner.measured import stage_costs  # noqa: E402
-from threed.schedules import simulate  # noqa: E402
+from threed.pipeline.executor import Span  # noqa: E402
+from threed.schedules import Action, replay, span_and_bubble  # noqa: E402
 from threed.topology import Topology  # noqa: E402
 
 
@@ -207,19 +203,35 @@ class TP2Sequence(TP2):
 
 
 class PP2(ThreeD):
-    """1F1B over two stages."""
+    """1F1B over two stages; it keeps the spans of its steps."""
 
     pp = 2
 
-    def bound_s(self) -> float:
-        """Seconds of a step if messages took no time: its plan, simulated with times of its layers that are measured
-        here on all ranks at once, and its update. Collective."""
-        blueprint, config, topology = self.trainer.blueprint, self.trainer.config, self.trainer.topology
-        model = models.build(config.model, Slicing(topology.axis("tp"), bool(config.parallel.sequence)))
-        with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, THREED_CACHE=folder):
-            times = layer_times(model, model.layers(), config, topology).times
-        update_s = max(collectives.exchange(self.update_s, topology.axis("world")))
-        return simulate(blueprint.plan, stage_costs(times, blueprint.cut.ranges)).makespan + update_s
+    def __init__(self, config: GPTConfig, args: Any) -> None:
+        super().__init__(config, args)
+        self.recorded: list[tuple[list[Span], float]] = []  # of each step, and the seconds of its update
+        self.trainer.record()
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().step(x, y)
+        self.recorded.append((self.trainer.record(), self.update_s))
+        return loss
+
+    def expected(self) -> dict[str, float]:
+        """The shortest step if messages took no time, and the bubble beside the one that was measured. Collective.
+
+        Every step's plan is played out with the times that its own actions took; medians over the steps. An update
+        takes what it takes the rank that comes last to it, the others wait.
+        """
+        plan, seconds, bubbles = self.trainer.blueprint.plan, [], []
+        mine = [([(str(a), begin, end) for a, begin, end in spans], update) for spans, update in self.recorded]
+        for ranks in zip(*collectives.exchange(mine, self.trainer.topology.axis("pp")), strict=True):
+            measured = [[(Action.parse(text), begin, end) for text, begin, end in spans] for spans, _ in ranks]
+            span, bubble = span_and_bubble(replay(plan, measured))
+            seconds.append(span + min(update for _, update in ranks))
+            bubbles.append((span_and_bubble(measured)[1], bubble))
+        found, simulated = (statistics.median(values) for values in zip(*bubbles, strict=True))
+        return {"bound_s": statistics.median(seconds), "bubble": found, "bubble_expected": simulated}
 
 
 def _scheduled() -> dict[str, type[PP2]]:

@@ -118,15 +118,19 @@ def speed_table(records: list[dict[str, Any]]) -> list[str]:
 
 
 def bound_table(records: list[dict[str, Any]]) -> list[str]:
-    """What pipelines would reach if messages took no time, and how much of the first engine's gap to it is closed."""
-    lines = heading("suite, ranks, engine, ZeRO stage, tokens/s, if messages took no time, gap closed")
+    """What pipelines would reach if messages took no time, how much of a peer's gap to it is closed (of the peer with
+    the same schedule, else the first engine), and their bubbles beside those of the plan with the times measured."""
+    columns = "suite, ranks, engine, ZeRO stage, tokens/s, if messages took no time, gap closed"
+    lines = heading(f"{columns}, bubble %, expected %")
     for record in records:
         first, *_ = record["results"].values()
         for engine, r in record["results"].items():
             if bound := r.get("bound_tokens_per_s"):
-                gap, closed = (x - first["tokens_per_s"] for x in (bound, r["tokens_per_s"]))
+                peer = record["results"].get(engine.replace("threed", "torch"), first)
+                gap, closed = (x - peer["tokens_per_s"] for x in (bound, r["tokens_per_s"]))
                 share = f"{closed / gap:.0%}" if gap > 0 else "no gap"
-                lines.append(line(record, engine, f"{r['tokens_per_s']:,.0f}", f"{bound:,.0f}", share))
+                bubbles = (f"{100 * r[key]:.1f}" for key in ("bubble", "bubble_expected"))
+                lines.append(line(record, engine, f"{r['tokens_per_s']:,.0f}", f"{bound:,.0f}", share, *bubbles))
     return lines
 
 

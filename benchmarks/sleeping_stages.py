@@ -60,7 +60,7 @@ class Sleeper:
         self.times = {kind: costs.duration(action, rank, plan) for kind, action in of.items()}
         self.elements, self.layers = elements, [self]
 
-    def reset(self) -> None:
+    def reset(self, ended: int | None = None) -> None:
         """Begins a step; there is nothing to drop."""
 
     def forward(self, microbatch: int, x: Tensor | None, micro: MicroBatch, keep: bool) -> Tensor:
@@ -109,18 +109,19 @@ def ours(name: str, microbatches: int, costs: Costs, elements: int) -> Step:
 
 
 class Sleep(torch.autograd.Function):
-    """Sleeps on the way forward and back."""
+    """Sleeps on the way forward and back, and calls `awake` after the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.backward_s = backward
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float, awake: Callable[[], None]) -> Tensor:
+        ctx.backward_s, ctx.awake = backward, awake
         time.sleep(forward)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         time.sleep(ctx.backward_s)
-        return dy, None, None
+        ctx.awake()
+        return dy, None, None, None
 
 
 class SleepingModule(nn.Module):
@@ -131,16 +132,16 @@ class SleepingModule(nn.Module):
         self.times = forward, backward_input, backward_weight
         self.weight = nn.Parameter(torch.ones(()))
         self.began, self.ended = float("inf"), 0.0
-        self.weight.register_hook(self._saw)
 
-    def _saw(self, *_: Any) -> None:
+    def _awake(self) -> None:
         self.ended = time.perf_counter()
 
     def forward(self, x: Tensor) -> Tensor:
         self.began = min(self.began, time.perf_counter())
         x = x if x.requires_grad else x.detach().requires_grad_()
         forward, backward_input, backward_weight = self.times
-        y: Tensor = Sleep.apply(x, forward, backward_input) * Sleep.apply(self.weight, 0.0, backward_weight)
+        weight = Sleep.apply(self.weight, 0.0, backward_weight, self._awake)
+        y: Tensor = Sleep.apply(x, forward, backward_input, self._awake) * weight
         return y
 
 

@@ -168,8 +168,9 @@ def run_several(args: argparse.Namespace, config: reference.GPTConfig) -> dict[s
     results = {name: summary(name, args, config, rounds, losses) for name in args.engines}
     tokens = args.batch * config.seq_len
     for name, engine in engines.items():
-        if (bound := getattr(engine, "bound_s", None)) is not None:
-            results[name]["bound_tokens_per_s"] = tokens / bound()
+        if (expected := getattr(engine, "expected", None)) is not None:
+            results[name] |= expected()
+            results[name]["bound_tokens_per_s"] = tokens / results[name]["bound_s"]
     return {"rounds": len(rounds), "results": results}
 
 

@@ -7,6 +7,8 @@ import gc
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,29 @@ def test_the_drive_and_adam_are_measured(tmp_path: Path) -> None:
     (adam, *_) = records("adam.py", "--numel", "100000", "--rounds", "2", "--only", "threed", "--quiet", "99")
     assert adam["impl"] == "threed"
     assert adam["full"]["best_ms"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm")
+def test_pipelines_are_measured_beside_what_their_plans_promise() -> None:
+    (record,) = run.run_suite("pp2_zb-v", options(only=["torch_zb-v", "threed_zb-v"]))
+    found = record["results"]["threed_zb-v"]
+    assert found["loss_difference"] <= SUITES["pp2_zb-v"].parity
+    assert 0 <= found["bubble_expected"] < 1  # 0 where the longest rank never waits
+    assert 0 < found["bubble"] < 1
+    assert found["bound_s"] > 0
+    assert run.tables([record]).splitlines()[-1].count("threed_zb-v") == 1
+
+
+@pytest.mark.slow
+def test_stages_that_sleep_are_timed_beside_the_peers() -> None:
+    sizes = ("--stages", "2", "--schedules", "1f1b", "zb-v", "--unit-ms", "2", "--rounds", "1")
+    done = subprocess.run(
+        [sys.executable, f"{ROOT}/benchmarks/sleeping_stages.py", *sizes], capture_output=True, text=True, check=True
+    )
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["1f1b", "zb-v"]
+    assert all(float(time) >= float(row[3]) for row in rows for time in (row[4], row[6]))  # no sleep is left out
 
 
 @pytest.mark.alone
