@@ -23,10 +23,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from threed.architectures.rope_scaling import RopeScaling
 from threed.checks import find_problems
 from threed.config import Config, ConfigError, key_name, python_name
 from threed.param_groups import ParamGroup
-from threed.architectures.rope_scaling import RopeScaling
 from threed.values import Takes
 
 GROUPS: Mapping[str, type[BaseModel]] = {

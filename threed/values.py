@@ -9,8 +9,8 @@ from typing import Annotated, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from threed import architectures, schedules
-from threed.param_groups import ParamGroup, read_groups
 from threed.architectures.rope_scaling import RopeScaling, read_scaling
+from threed.param_groups import ParamGroup, read_groups
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
     of = frequencies(10000.0, size, scaling=scaling, positions=131072)      the base itself where nothing is to be done
     inverse(of, size, length, device)                                       radians a position, fp32 [d/2]
 
-Scalings: `threed.architectures.rope_scaling`. Formulas and their order are those of `transformers`, for in fp32 a frequency's last
-bit is a thousandth of a radian at the hundred-thousandth position.
+Scalings: `threed.architectures.rope_scaling`. The order of operations is that of `transformers`, for in fp32 a
+frequency's last bit is a hundredth of a radian at the hundred-thousandth position.
 """
 
 from __future__ import annotations
