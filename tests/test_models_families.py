@@ -6,9 +6,12 @@ fewer key/value heads, windows shorter than the sequence, scaled rotary angles.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
+import math
 import os
+import random
 import re
 from contextlib import ExitStack
 from typing import Any
@@ -23,6 +26,7 @@ from tests.configs import engine_of, share
 from tests.harness import run_ranks
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.layouts import config_of, entries, hf_to_state_dict, model_of, state_dict_to_hf
+from threed.checks import find_problems
 from threed.config import Config, ModelConfig, resolve
 from threed.layers import Causal, MicroBatch, Slicing, attend, causal
 from threed.models import build
@@ -283,6 +287,95 @@ def test_old_and_new_spellings_are_one_model(kind: str) -> None:
     assert model_of({"model_type": kind, **SIZES, **new}) == model_of({"model_type": kind, **SIZES, **old})
 
 
+_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "gpt2": (124_439_808, {
+        "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+        "vocab_size": 50257, "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1,
+        "activation_function": "gelu_new", "summary_type": "cls_index",
+        "task_specific_params": {"text-generation": {"do_sample": True}},
+    }),
+    "Llama-3.1-8B": (8_030_261_248, {
+        **_7B, "model_type": "llama", "intermediate_size": 14336, "vocab_size": 128256, "pretraining_tp": 1,
+        "max_position_embeddings": 131072, "rope_theta": 500000.0, "attention_bias": False, "mlp_bias": False,
+        "rope_scaling": {
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+    }),
+    "Mistral-7B-v0.1": (7_241_732_096, {
+        **_7B, "model_type": "mistral", "intermediate_size": 14336, "vocab_size": 32000,
+        "max_position_embeddings": 32768, "sliding_window": 4096, "rope_theta": 10000.0,
+    }),
+    "Qwen2.5-7B": (7_615_616_512, {
+        "model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064, "max_position_embeddings": 131072,
+        "max_window_layers": 28, "sliding_window": 131072, "use_sliding_window": False, "use_mrope": False,
+        "rope_theta": 1000000.0,
+    }),
+    "Qwen3-8B": (8_190_735_360, {
+        **_7B, "model_type": "qwen3", "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936,
+        "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1000000, "attention_bias": False,
+        "max_window_layers": 36, "sliding_window": None, "use_sliding_window": False,
+    }),
+    "Phi-3-mini-4k": (3_821_079_552, {
+        "model_type": "phi3", "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "intermediate_size": 8192, "vocab_size": 32064, "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096, "sliding_window": 2047, "rope_scaling": None, "rms_norm_eps": 1e-5,
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    }),
+    "gemma-2-9b": (9_241_705_984, {
+        "model_type": "gemma2", "hidden_size": 3584, "num_hidden_layers": 42, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "vocab_size": 256000,
+        "max_position_embeddings": 8192, "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid",
+        "hidden_activation": "gelu_pytorch_tanh", "sliding_window_size": 4096, "query_pre_attn_scalar": 256,
+    }),
+    "gemma-3-1b": (999_885_952, {
+        "model_type": "gemma3_text", "hidden_size": 1152, "num_hidden_layers": 26, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 6912, "vocab_size": 262144,
+        "max_position_embeddings": 32768, "rope_local_base_freq": 10000, "rope_theta": 1000000, "rope_scaling": None,
+        "sliding_window": 512, "sliding_window_pattern": 6, "attn_logit_softcapping": None,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_read_and_have_the_published_number_of_parameters(name: str) -> None:
+    """As the models' own config.json have them, but for ids of tokens."""
+    count, config = PUBLISHED[name]
+    model = model_of(config)
+    assert sum(math.prod(entry.shape) for entry in entries(model)) == count
+    assert not list(find_problems(Config(model=model), 1))
+
+
+def damaged(config: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """A configuration of which one value is something else."""
+    strange = [None, -1, 0, 1e400, "x", [], {}, [[]], True, 10**30, {"full_attention": 3}, {"rope_type": []}, [1, None]]
+    config = copy.deepcopy(config)
+    name = draw.choice([*config, "rope_parameters", "rope_scaling", "layer_types", "head_dim"])
+    inner = config.get(name)
+    if isinstance(inner, dict) and inner and draw.random() < 0.7:
+        inner[draw.choice(sorted(inner))] = draw.choice(strange)
+    elif draw.random() < 0.2:
+        config.pop(name, None)
+    else:
+        config[name] = draw.choice(strange)
+    return config
+
+
+def test_damaged_configurations_are_refused_or_read_and_nothing_else() -> None:
+    draw, refused = random.Random(0), 0
+    whole = [config for _, config in PUBLISHED.values()] + [
+        {"model_type": kind, **SIZES, **change} for kind, both in OLD.items() for change in both
+    ]
+    for _ in range(1500):
+        try:
+            model_of(damaged(draw.choice(whole), draw))
+        except CheckpointError:
+            refused += 1
+    assert 500 < refused < 1400
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "qwen3_moe"}, "model_type qwen3_moe is none of gpt2, llama, mistral"),
     ({"model_type": "gpt_oss"}, "model_type gpt_oss is none of"),
@@ -302,7 +395,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "one of sliding_attention and full_attention for"),
     ({"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
      "rotary angles of layers with a window that are scaled"),
-    ({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type linear"),
+    ({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}}, "-scaling linear, only longrope"),
     ({"model_type": "phi3", "resid_pdrop": 0.1}, "embd_pdrop 0.0 beside 0.1"),
 ]  # fmt: skip
 

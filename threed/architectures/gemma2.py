@@ -22,6 +22,7 @@ record.register(
             tie_word_embeddings=True,
         ),
         fixed=record.GEMMA_FIXED,
+        accepted=frozenset({"hidden_act", "sliding_window_size"}),  # of first versions, and not read
         takes=record.ROTARY | record.GEMMA | {"attention_softcap", "logit_softcap"},
         defaults=record.HEAD_SIZE | {"tied": True, "window": 4096, "attention_softcap": 50.0, "logit_softcap": 30.0},
         limits=record.no_fraction,

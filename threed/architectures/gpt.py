@@ -48,7 +48,7 @@ register(
             Key("n_embd", "hidden", 768),
             Key("n_layer", "layers", 12),
             Key("n_head", "heads", 12),
-            Key("n_inner", "ffn"),
+            Key("n_inner", "ffn", None),
             Key("n_positions", "positions", 1024),
             Key("layer_norm_epsilon", "norm_eps", 1e-5),
             Key("resid_pdrop", "dropout", 0.1),
@@ -66,6 +66,7 @@ register(
         # reorder_and_upcast_attn is a matter of rounding, and the summary_* are of other heads.
         accepted=frozenset(
             {
+                "_num_labels",
                 "n_ctx",
                 "reorder_and_upcast_attn",
                 "summary_activation",

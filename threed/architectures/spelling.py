@@ -5,12 +5,12 @@
 
 Read are the spellings of `transformers` 4 (rope_theta, rope_scaling with type or rope_type, sliding_window_pattern) and
 5 (rope_parameters, those of each kind of layer, layer_types); written are both. A key that is not known is refused
-unless it is null: it may change what is computed.
+unless it is null or false: it may change what is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from threed.architectures.record import Architecture, Keys
@@ -39,7 +39,10 @@ _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_f
 def read(record: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
     """The model's keys of a configuration; ValueError with every key that is missing, unknown or not understood."""
     reader = _Reader(record, config)
-    keys = reader.read()
+    try:
+        keys = reader.read()
+    except (TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"this {record.model_type} has a value of another kind than it should: {error}") from None
     if reader.problems:
         raise ValueError(f"this {record.model_type} cannot be expressed here: {'; '.join(reader.problems)}")
     return keys
@@ -67,8 +70,8 @@ class _Reader:
         if not self.record.learned_positions:
             self._rope()
         self._windows()
-        unknown = {name: value for name, value in self.config.items() if name not in self.seen and value is not None}
-        self.problems += [f"{name} {_short(value)} is not understood" for name, value in unknown.items()]
+        unknown = [name for name in self.config if name not in self.seen and self.config[name] not in (None, False)]
+        self.problems += [f"{name} {_short(self.config[name])} is not understood" for name in unknown]
         self.keys["seq"] = self.keys.get("positions")
         for name in ("attention_softcap", "logit_softcap", "window"):
             if self.keys.get(name, 0) is None and name in self.record.defaults:
@@ -92,6 +95,8 @@ class _Reader:
         else:
             full, sliding = dict(whole), {}
         if self.record.local:
+            if whole and not nested:
+                self.problems.append("rope_parameters without those of full_attention and sliding_attention")
             full.update(scaling or {})
             self._local(sliding, local)
         else:
@@ -149,10 +154,18 @@ class _Reader:
             letters = self._letters(types) or "".join("fs"[i >= first] for i in range(self._layers()))
         else:
             period = self._get("sliding_window_pattern") or self._get("_sliding_window_pattern")
-            pattern = "s" * (int(period) - 1) + "f" if period and record.local else record.layer_pattern
-            letters = self._letters(self._get("layer_types")) or pattern
+            letters = self._letters(self._get("layer_types")) or self._period(period)
         if shortest(letters) != record.layer_pattern:
             keys["layer_pattern"] = shortest(letters)
+
+    def _period(self, period: Any) -> str:
+        """The letters where every so-manieth layer has no window."""
+        if period is None or not self.record.local:
+            return self.record.layer_pattern
+        if not isinstance(period, int) or not 0 < period <= 1000:
+            self.problems.append(f"sliding_window_pattern {_short(period)}")
+            return "f"
+        return "s" * (period - 1) + "f"
 
     def _check_full(self, types: Any) -> None:
         if "s" in (self._letters(types) or ""):
@@ -177,12 +190,8 @@ class _Reader:
 
 def shortest(letters: str) -> str:
     """The shortest pattern that makes these letters when it is repeated."""
-    return next(letters[:n] for n in range(1, len(letters) + 1) if all(map(str.__eq__, letters, _cycle(letters[:n]))))
-
-
-def _cycle(pattern: str) -> Iterator[str]:
-    while True:
-        yield from pattern
+    size = len(letters)
+    return next(letters[:n] for n in range(1, size + 1) if (letters[:n] * (size // n + 1))[:size] == letters)
 
 
 def _short(value: Any) -> str:
@@ -197,6 +206,8 @@ def write(record: Architecture, keys: Keys) -> dict[str, Any]:
         table[key.theirs] = _plain(key.ours, keys[key.ours])
     if not record.learned_positions:
         table |= _rope(record, keys)
+    if record.window == "layer_types" and not keys["window"]:
+        table["sliding_window"] = keys["positions"]  # theirs has no such layers without a window: one that sees all
     return table | _windows(record, keys) | dict(record.fixed) | dict(record.written)
 
 
