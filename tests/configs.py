@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -81,7 +82,7 @@ RECOMPUTE = {
     "nvme": {"mode": "full", "offload": "nvme"},
     "selective": {"mode": "selective", "ops": ("attention", "activation", "norm")},
 }
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"arch": "gpt", "heads": 4},
     "gpt-untied": {"arch": "gpt", "heads": 4, "tied": False},
     "llama": {"arch": "llama", "heads": 4, "kv_heads": 2, "ffn": 72},

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests import configs
 from tests.configs import batch, engine_of, share
 from tests.harness import run_ranks
 from threed.checkpoint import hf
@@ -40,8 +41,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {**LLAMA, "rope_theta": 500.0, "norm_eps": 1e-6},
     "llama-bias-tied": {**LLAMA, "bias": True, "tied": True},
     "qwen3": {**LLAMA, "kv_heads": 1, "head_dim": 16, "qk_norm": True, "tied": True},
+    **{name: configs.MODELS[name] for name in ("mistral", "qwen2", "gemma2", "gemma3")},
+    "phi3": {
+        **configs.MODELS["phi3"],
+        "rope_scaling": {**configs.MODELS["phi3"]["rope_scaling"], "original_max_position_embeddings": SEQ},
+    },
 }
-CLASSES = {"gpt": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen": "Qwen3ForCausalLM"}
+CLASSES = {
+    "gpt": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM", "phi": "Phi3ForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma": "Gemma3ForCausalLM",
+}  # fmt: skip
 
 
 def config_of(name: str, world: int, **parallel: int) -> Config:
@@ -63,7 +72,7 @@ def large(model: ModelConfig) -> dict[str, Tensor]:
         if len(shape) == 2:
             weights[name] = noise * (0.3 if "embedding" in name else 1.5 / shape[1] ** 0.5)
         else:
-            weights[name] = 0.3 * noise + float("norm.weight" in name)
+            weights[name] = 0.3 * noise + float("norm.weight" in name and "gemma" not in model.arch)  # whose adds one
     return weights
 
 

@@ -201,7 +201,8 @@ def _short(value: Any) -> str:
 
 def write(record: Architecture, keys: Keys) -> dict[str, Any]:
     """The configuration of a model with these keys, which are resolved."""
-    table = {"architectures": [record.hf_class], "model_type": record.model_type}
+    table: dict[str, Any] = {"architectures": [record.hf_class], "model_type": record.model_type}
+    table["pad_token_id"] = None  # theirs may be beyond the vocabulary, and its row would not be trained
     for key in record.keys:
         table[key.theirs] = _plain(key.ours, keys[key.ours])
     if not record.learned_positions:
