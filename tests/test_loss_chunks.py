@@ -21,7 +21,7 @@ SETTINGS: dict[str, list[object]] = {name: options[:1] for name, options in equi
     "pp": [1, 2],
     "dp": [1, 2],
     "tp": [1, 2],
-    "model": ["gpt", "gpt-untied"],
+    "model": ["gpt", "gpt-untied", "gemma2"],
     "sequence": [True, False],
     "zero": [0, 1, 2, 3],
     "microbatches": [1, 3],

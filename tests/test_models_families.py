@@ -436,7 +436,16 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, core: Causal) -> Tensor:
     return torch.einsum("bast,tbad->sbad", shares, v).flatten(2)
 
 
-CORES = [Causal(5), Causal(scale=0.3), Causal(0, 0.7), Causal(3, 0.7, 0.9), Causal(99, 2.0), Causal(1, 1.0)]
+CORES = [
+    Causal(5),
+    Causal(scale=0.3),
+    Causal(0, 0.7),
+    Causal(3, 0.7, 0.9),
+    Causal(99, 2.0),
+    Causal(1, 1.0),
+    Causal(11),
+    Causal(8),
+]
 
 
 @pytest.mark.parametrize("core", CORES, ids=str)
@@ -447,7 +456,7 @@ def test_windows_and_bounds_are_the_formula_in_parts_of_any_size(core: Causal) -
         torch.randn(17, 2, heads, 3, dtype=torch.float64, generator=draw).requires_grad_() for heads in (4, 2, 2)
     )
     want = plain_attention(q, k, v, core)
-    with mock.patch.object(causal, "SCORES", 1):
+    with mock.patch.object(causal, "SCORES_ON_CPU", 1):
         torch.testing.assert_close(core(q, k, v), want, rtol=0, atol=1e-13)
         dy = torch.randn(want.shape, dtype=torch.float64, generator=draw)
         for got, right in zip(*(torch.autograd.grad(y, (q, k, v), dy) for y in (core(q, k, v), want)), strict=True):

@@ -2,8 +2,9 @@
 
     Attention(..., core=Causal(window=4096, softcap=50.0, scale=256**-0.5))
 
-Without a bound it is torch's fused attention, with a mask where there is a window. torch has none with a bound: that is
-computed here for some queries at a time, in tensors of bounded size, and again in the backward (arXiv 2205.14135).
+Without a bound it is torch's fused attention, with a mask where there is a window. torch has none with a bound, and on
+CPUs none that leaves out what a short window hides: these are computed here for some queries at a time, with the keys
+that they see, in tensors of bounded size, and again in the backward (arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from threed.layers.attention import attend
+from threed.topology import default_device
 
-SCORES = 1 << 22  # that exist at once: 16 MiB in fp32, and three of them
+SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19  # in one tensor, of which there are three: 128 MiB in fp32; 2 MiB, in a cache
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,9 @@ class Causal:
         """q [s b a d], k and v [s b k d] -> [s b (a d)]."""
         length = q.shape[0]
         window = self.window if 0 < self.window < length else 0
-        if self.softcap:
+        if self.softcap or (0 < 2 * window <= length and _on_cpu(q)):
             scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-            y: Tensor = _Capped.apply(q, k, v, window or length, self.softcap, scale)
+            y: Tensor = _InParts.apply(q, k, v, window or length, self.softcap, scale)
             return y
         make = window_mask.__wrapped__ if torch.compiler.is_compiling() else window_mask
         mask = make(length, window, q.device, q.dtype) if window else None
@@ -47,6 +49,11 @@ class Causal:
         return 4 * tokens * seq * heads * size
 
 
+def _on_cpu(q: Tensor) -> bool:
+    """Whether it is computed on a CPU; costs are looked for on the meta device, for the one that will be used."""
+    return (default_device() if q.is_meta else q.device).type == "cpu"
+
+
 @functools.lru_cache(maxsize=4)
 def window_mask(length: int, window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """What is added to scores [s s]: 0 where a query sees a key, else minus infinity."""
@@ -55,8 +62,9 @@ def window_mask(length: int, window: int, device: torch.device, dtype: torch.dty
     return torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
 
-class _Capped(torch.autograd.Function):
-    """Attention with a bound on scores; keeps queries, keys, values, its output, and a number a query and head."""
+class _InParts(torch.autograd.Function):
+    """Attention in a window, with a bound on scores (0: none); keeps queries, keys, values, its output, and a number a
+    query and head."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, cap: float, scale: float) -> Tensor:
@@ -88,7 +96,8 @@ class _Capped(torch.autograd.Function):
             dv[:, :, keys] += shares.to(v.dtype).mT @ given
             beside = (given * _grouped(y[rows], k)).sum(-1, keepdim=True, dtype=sums.dtype)
             change = (given @ v[:, :, keys].mT).to(sums.dtype).sub_(beside).mul_(shares)
-            change = change.mul_(bounded.square_().neg_().add_(1)).mul_(scale).to(q.dtype)
+            change = change if bounded is None else change.mul_(bounded.square_().neg_().add_(1))
+            change = change.mul_(scale).to(q.dtype)
             dq[rows] = (change @ k[:, :, keys]).view(b, a, -1, d).permute(2, 0, 1, 3)
             dk[:, :, keys] += change.mT @ own
         dk, dv = (gradient.to(k.dtype).permute(2, 0, 1, 3) for gradient in (dk, dv))
@@ -98,7 +107,8 @@ class _Capped(torch.autograd.Function):
 def _parts(q: Tensor, window: int) -> Iterator[tuple[slice, slice]]:
     """Queries and the keys that these see, for each part of bounded size."""
     s, b, a, _ = q.shape
-    count = max(16, SCORES // (b * a * min(s, 2 * window)))
+    most = SCORES_ON_CPU if _on_cpu(q) else SCORES
+    count = min(max(16, most // (b * a * min(s, 2 * window))), max(window, 64))
     for first in range(0, s, count):
         last = min(s, first + count)
         # Where nothing is computed, costs are looked for: attention is counted over the whole square of positions.
@@ -110,11 +120,18 @@ def _grouped(x: Tensor, k: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3).reshape(x.shape[1], k.shape[1], -1, x.shape[-1])
 
 
-def _scores(q: Tensor, k: Tensor, seen: tuple[slice, slice, int], cap: float, scale: float) -> tuple[Tensor, Tensor]:
-    """Scores [b k (g n) m] in fp32 at least, minus infinity where a key is not seen, and their tanh."""
+def _scores(
+    q: Tensor, k: Tensor, seen: tuple[slice, slice, int], cap: float, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """Scores [b k (g n) m] in fp32 at least, minus infinity where a key is not seen, and their tanh if bounded."""
     rows, keys, window = seen
-    bounded = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)).mul_(scale / cap).tanh_()
+    scores, bounded = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)), None
+    if cap:
+        bounded = scores.mul_(scale / cap).tanh_()
+        scores = bounded * cap
+    else:
+        scores.mul_(scale)
     query, key = (torch.arange(part.start, part.stop, device=q.device) for part in (rows, keys))
     hidden = (key > query.unsqueeze(1)) | (key <= query.unsqueeze(1) - window)
-    scores = (bounded * cap).unflatten(2, (-1, len(query))).masked_fill_(hidden, -torch.inf)
-    return scores.flatten(2, 3), bounded
+    scores.unflatten(2, (-1, len(query))).masked_fill_(hidden, -torch.inf)
+    return scores, bounded
