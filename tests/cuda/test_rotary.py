@@ -8,7 +8,9 @@ from torch import Tensor
 
 from tests.cuda.cases import assert_close_in_bf16, assert_coalesced, assert_traffic, bf16, devices, in_every_order
 from tests.cuda.emulator import COMPILER, Machine, emulated
+from threed.architectures.rope_scaling import RopeScaling
 from threed.ops import rotary
+from threed.ops.frequencies import frequencies, scale_of
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
 # positions, sequences, heads that turn, heads that do not, size
@@ -43,11 +45,34 @@ def test_heads_turn(case: tuple[int, int, int, int, int]) -> None:
         assert torch.equal(got.view_as(heads_of)[:, :, heads:].double(), heads_of[:, :, heads:])
 
 
+YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+
+
+def test_scaled_angles_turn_and_turn_back_as_the_reference_does() -> None:
+    """Back is the transposed matrix: cosines and sines keep their factor."""
+    x, theta = bf16(5 * 2, 3 * 32), frequencies(1e4, 32, scaling=YARN)
+    assert scale_of(theta) > 1.1
+
+    def work(machine: Machine) -> tuple[Tensor, ...]:
+        turned, back = x.clone(), x.clone()
+        rotary.turn_(turned, 2, 3, 32, theta)
+        rotary.turn_(back, 2, 3, 32, theta, back=True)
+        return turned, back
+
+    turned, back = in_every_order(work)
+    heads = x.double().view(5, 2, 3, 32).requires_grad_()
+    truth = rotary.reference(heads, theta)
+    assert_close_in_bf16(turned.view(-1, 32), truth.detach().reshape(-1, 32))
+    (gradient,) = torch.autograd.grad(truth, heads, heads.detach())
+    assert_close_in_bf16(back.view(-1, 32), gradient.reshape(-1, 32))
+
+
 def test_the_reference_is_what_the_attention_does() -> None:
     from threed.layers.attention import rotate
 
     x = torch.randn(6, 2, 3, 32, dtype=torch.float64)
-    assert torch.allclose(rotary.reference(x, 1e4), rotate(x, 1e4), atol=1e-6)
+    for theta in (1e4, frequencies(1e4, 32, scaling=YARN), frequencies(1e4, 32, part=0.5)):
+        assert torch.allclose(rotary.reference(x, theta), rotate(x, theta), atol=1e-6)
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -55,3 +80,5 @@ def test_wrong_arguments_are_refused() -> None:
     for sequences, heads, size in ((4, 1, 32), (2, 3, 32), (2, 1, 24)):
         with emulated(), pytest.raises(ValueError, match="rotary takes"):
             rotary.turn_(x, sequences, heads, size, 1e4)
+    with emulated(), pytest.raises(ValueError, match="rotary takes"):
+        rotary.turn_(x, 2, 1, 32, frequencies(1e4, 32, part=0.5))
