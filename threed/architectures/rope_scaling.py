@@ -15,18 +15,19 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 _FORM = '"TYPE: key=X, key=X" with the keys of rope_parameters, such as "linear: factor=2"'
 _Factor = Annotated[float, Field(gt=0)]
-_NEEDED = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("original_max_position_embeddings",),
-    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("original_max_position_embeddings",),
+        ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": (
+        ("short_factor", "long_factor", "original_max_position_embeddings"),
+        ("factor", "attention_factor"),
+    ),
 }
-_OPTIONAL = {
-    "linear": (),
-    "llama3": (),
-    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    "longrope": ("factor", "attention_factor"),
-}
+"""What each kind needs, and what it may have."""
 
 
 class RopeScaling(BaseModel):
@@ -57,7 +58,7 @@ class RopeScaling(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> RopeScaling:
-        needed, optional = _NEEDED[self.rope_type], _OPTIONAL[self.rope_type]
+        needed, optional = KINDS[self.rope_type]
         given = [name for name in self.table() if name != "rope_type"]
         if missing := [name for name in needed if name not in given]:
             raise ValueError(f"{self.rope_type} needs {', '.join(missing)}")

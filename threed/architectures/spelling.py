@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from threed.architectures.record import Architecture, Keys
+from threed.architectures.rope_scaling import KINDS
 
 # What says nothing about what is computed from tokens and weights.
 ACCEPTED = frozenset({
@@ -24,15 +25,6 @@ ACCEPTED = frozenset({
 })  # fmt: skip
 LETTERS = {"sliding_attention": "s", "full_attention": "f"}
 WORDS = {letter: word for word, letter in LETTERS.items()}
-SCALINGS: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate",
-    ),
-    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"),
-}  # fmt: skip
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
@@ -123,10 +115,10 @@ class _Reader:
         original = self._get("original_max_position_embeddings", self.record.original_positions)
         if kind == "default":
             return
-        if kind not in SCALINGS:
-            self.problems.append(f"rope_type {kind}: there are {', '.join(SCALINGS)}")
+        if kind not in KINDS:
+            self.problems.append(f"rope_type {kind}: there are {', '.join(KINDS)}")
             return
-        names = SCALINGS[kind]
+        names = sum(KINDS[kind], ())
         if unknown := sorted(set(given) - set(names)):
             self.problems.append(f"{', '.join(unknown)} of rope_type {kind}")
         table = {"rope_type": kind, **{name: given.get(name) for name in names if given.get(name) is not None}}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from threed.architectures.rope_scaling import RopeScaling
+from threed.device import start_copy_in
 
 
 class Frequencies(NamedTuple):
@@ -100,7 +101,9 @@ def inverse(theta: Theta, size: int, length: int, device: torch.device) -> Tenso
         return 1.0 / (theta.factor * base) * (1 - kept) + 1.0 / base * kept
     if theta.kind == "longrope":
         by = theta.long if length > theta.original else theta.short
-        return 1.0 / (torch.tensor(by, dtype=torch.float32, device=device) * base)
+        if torch.compiler.is_compiling():
+            return 1.0 / (torch.tensor(by, dtype=torch.float32, device=device) * base)
+        return 1.0 / (start_copy_in(torch.tensor(by, dtype=torch.float32), device) * base)
     return 1.0 / base
 
 
