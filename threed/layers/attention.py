@@ -158,7 +158,7 @@ class Attention(nn.Module):
         not say (`flops(tokens, seq, heads, size)`)."""
         if self.core is attend:
             return 4 * tokens * seq * self.heads * self.d
-        states = getattr(self.core, "flops", None)
+        states = None if isinstance(self.core, nn.Module) else getattr(self.core, "flops", None)
         return None if states is None else states(tokens, seq, self.heads, self.d)
 
     def can_run(self) -> bool:
