@@ -396,6 +396,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
      "rotary angles of layers with a window that are scaled"),
     ({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}}, "-scaling linear, only longrope"),
+    ({"model_type": "phi3", "rope_scaling": {"type": "longrope", **LONG}}, "a head turns 5 pairs; give 5 numbers"),
     ({"model_type": "phi3", "resid_pdrop": 0.1}, "embd_pdrop 0.0 beside 0.1"),
 ]  # fmt: skip
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from threed import architectures, schedules
-from threed.config import Config, ConfigError, ModelConfig, count_microbatches, derive_dp, key_name
+from threed import schedules
+from threed.architectures.checks import export_limits as export_limits
+from threed.architectures.checks import find_model_problems
+from threed.config import Config, ConfigError, count_microbatches, derive_dp, key_name
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,10 @@ def find_problems(
         machines = local_world not in (None, world_size)
         how = f"--nnodes × --nproc-per-node, now {local_world} on this machine" if machines else "--nproc-per-node"
         problems.append(f"{error} (torchrun {how})")
-    alone = (_check_loss_scale, _check_heads, _check_arch, _check_layers, _check_sequence, _check_run, _check_export)
+    alone = (_check_loss_scale, _check_heads, _check_layers, _check_sequence, _check_run, _check_export)
     for check in alone:
         problems += check(config)
+    problems += find_model_problems(config.model)
     problems += _check_schedule(config, dp)
     problems += _check_batch(config, dp)
     problems += _check_shard_size(config, dp)
@@ -239,39 +242,6 @@ def _check_heads(config: Config) -> Iterator[str]:
         yield f"{given} is not divisible by --model.heads {model.heads}: use hidden {near}, or give --model.head-dim"
 
 
-def _check_arch(config: Config) -> Iterator[str]:
-    model, record = config.model, architectures.find(config.model.arch)
-    rotary = not record.learned_positions
-    turned = (model.head_dim or model.hidden // model.heads) * model.partial_rotary_factor
-    if rotary and turned % 2 and (model.head_dim or model.hidden % model.heads == 0):
-        if model.partial_rotary_factor == 1.0:
-            yield f"heads of size {turned:g}: rotary positions turn pairs; use --model.head-dim {turned + 1:g}"
-        else:
-            given = f"--model.partial-rotary-factor {model.partial_rotary_factor:g}"
-            yield f"{given} turns {turned:g} numbers of a head: rotary positions turn pairs; use another share"
-    every = frozenset[str]().union(*(other.takes for other in architectures.REGISTERED.values()))
-    for key in sorted(every - record.takes):
-        value = getattr(model, key)
-        if value not in (ModelConfig.model_fields[key].default, record.resolved(dict(model) | {key: None}).get(key)):
-            having = " or ".join(other.name for other in architectures.REGISTERED.values() if key in other.takes)
-            flag, given = f"--model.{key_name(key)}", f"{value:g}" if isinstance(value, float) else _as_written(value)
-            yield f"{flag} {given} is for --model.arch {having}: leave it out with {model.arch}"
-    yield from _check_positions(model)
-
-
-def _check_positions(model: ModelConfig) -> Iterator[str]:
-    positions, d = model.positions or model.seq, model.head_dim or model.hidden // model.heads
-    if positions < model.seq:
-        yield f"--model.positions {positions} is less than --model.seq {model.seq}: use {model.seq} or more"
-    if (scaling := model.rope_scaling) is None:
-        return
-    pairs = int(d * model.partial_rotary_factor) // 2
-    for name in ("short_factor", "long_factor"):
-        if (numbers := getattr(scaling, name)) is not None and len(numbers) != pairs:
-            given = f"--model.rope-scaling with {len(numbers)} numbers of {key_name(name)}"
-            yield f"{given}: a head turns {pairs} pairs; give {pairs} numbers"
-
-
 def _check_layers(config: Config) -> Iterator[str]:
     layers, pp, counts = config.model.layers, config.parallel.pp, config.parallel.partition
     if layers < pp:
@@ -380,12 +350,6 @@ def _check_run(config: Config) -> Iterator[str]:
         yield f"--train.stop-after {stop} is past --train.steps {steps}: use at most {steps}, or --train.steps {stop}"
     if optim.min_lr is not None and optim.min_lr > optim.lr:
         yield f"--optim.min-lr {optim.min_lr:g} is above --optim.lr {optim.lr:g}: use at most {optim.lr:g}"
-
-
-def export_limits(model: ModelConfig) -> Iterator[str]:
-    """What of a model, resolved or not, the Hugging Face layout of its architecture cannot express."""
-    keys = dict(model)
-    yield from architectures.layout_of(keys).limits(keys)
 
 
 def _check_export(config: Config) -> Iterator[str]:

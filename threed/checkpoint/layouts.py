@@ -22,9 +22,9 @@ from torch import Tensor
 
 from threed import architectures
 from threed.architectures import spelling
+from threed.architectures.checks import export_limits, find_model_problems
 from threed.architectures.record import Rule
 from threed.checkpoint.files import CheckpointError
-from threed.checks import export_limits
 from threed.config import ModelConfig, resolve_model
 
 Shape = tuple[int, ...]
@@ -153,6 +153,8 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
         model = resolve_model(ModelConfig.model_validate(spelling.read(record, config)))
         if limits := list(export_limits(model)):
             raise ValueError(f"no {record.model_type} has {'; nor '.join(limits)}")
+        if problems := list(find_model_problems(model)):
+            raise ValueError("; ".join(problems))
         return model
     except ValueError as error:
         raise CheckpointError(f"the Hugging Face configuration: {' '.join(str(error).split())}") from None
