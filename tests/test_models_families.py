@@ -59,7 +59,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 1,
     }),
     "mistral": ("Mistral", {**SIZES, "head_dim": 14, "sliding_window": 7}),
-    "mistral yarn": ("Mistral", {**SIZES, "sliding_window": None, "rope_parameters": YARN}),
+    "mistral yarn": ("Mistral", {
+        **SIZES, "sliding_window": None, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.3},
+    }),
     "qwen2": ("Qwen2", {
         **SIZES, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "tie_word_embeddings": True,
     }),
@@ -74,7 +76,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "phi3 short": ("Phi3", {
         **SIZES, "original_max_position_embeddings": 32, "num_key_value_heads": 4,
-        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.6, **LONG},
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.6, "attention_factor": 1.3, **LONG,
+        },
     }),
     "gemma2": ("Gemma2", {
         **SIZES, "head_dim": 14, "sliding_window": 6, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 1.5,
