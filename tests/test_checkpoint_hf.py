@@ -23,7 +23,7 @@ from torch import Tensor
 from tests import configs
 from tests.configs import batch, engine_of, share
 from tests.harness import run_ranks
-from threed.checkpoint import hf
+from threed.checkpoint import hf, layouts
 from threed.checkpoint.files import CheckpointError
 from threed.config import Config, ModelConfig, resolve
 from threed.data.tokenizer import ByteTokenizer
@@ -193,7 +193,7 @@ def test_the_file_holds_the_weights_bit_by_bit_and_tied_ones_once(saved: dict[st
         weights, ours = load_file(out / "model.safetensors"), saved["weights"][name]
         tied = json.loads((out / "config.json").read_text())["tie_word_embeddings"]
         assert ("lm_head.weight" in weights) != tied
-        back = hf.hf_to_state_dict(weights, config_of(name, 1).model)
+        back = layouts.hf_to_state_dict(weights, config_of(name, 1).model)
         assert back.keys() == ours.keys()
         assert all(torch.equal(back[key], ours[key]) for key in ours)
         with safe_open(out / "model.safetensors", framework="pt") as file:
@@ -252,7 +252,7 @@ def test_large_models_come_in_shards_with_an_index(saved: dict[str, Any], tmp_pa
 @pytest.mark.parametrize("name", ["gpt-no-bias", "qwen3"])
 def test_a_dtype_rounds_every_weight(name: str, saved: dict[str, Any], tmp_path: Path) -> None:
     model = config_of(name, 1).model
-    whole = hf.state_dict_to_hf(saved["weights"][name], model)
+    whole = layouts.state_dict_to_hf(saved["weights"][name], model)
     for word, dtype in {"bf16": torch.bfloat16, "fp16": torch.float16}.items():
         out = hf.export_hf(saved["folder"] / name, tmp_path / word, dtype=word)
         weights = load_file(out / "model.safetensors")
@@ -315,18 +315,18 @@ def test_names_and_shapes_that_do_not_fit_are_listed(saved: dict[str, Any]) -> N
     weights["blocks.0.mlp.gate.weight"] = torch.zeros(2)
     weights["head.norm.weight"] = torch.zeros(31)
     with pytest.raises(CheckpointError) as error:
-        hf.state_dict_to_hf(weights, model)
+        layouts.state_dict_to_hf(weights, model)
     assert "blocks.0.mlp.up.bias is missing" in str(error.value)
     assert "blocks.0.mlp.gate.weight is unexpected" in str(error.value)
     assert "head.norm.weight is [31], not [32]" in str(error.value)
     with pytest.raises(CheckpointError) as error:
-        hf.state_dict_to_hf({"a": torch.zeros(1)}, model)
+        layouts.state_dict_to_hf({"a": torch.zeros(1)}, model)
     assert str(error.value).count("is missing") == 10
     assert "more" in str(error.value)
-    theirs = hf.state_dict_to_hf(saved["weights"]["gpt"], model)
+    theirs = layouts.state_dict_to_hf(saved["weights"]["gpt"], model)
     del theirs["transformer.wpe.weight"]
     with pytest.raises(CheckpointError, match=r"transformer\.wpe\.weight is missing"):
-        hf.hf_to_state_dict(theirs, model)
+        layouts.hf_to_state_dict(theirs, model)
 
 
 @pytest.mark.parametrize(
@@ -349,11 +349,11 @@ def test_what_a_layout_cannot_express_is_refused(model: dict[str, Any], problem:
 
 def test_biases_that_a_model_without_them_would_lose_are_refused(saved: dict[str, Any]) -> None:
     model = config_of("gpt-no-bias", 1).model
-    theirs = hf.state_dict_to_hf(saved["weights"]["gpt-no-bias"], model)
+    theirs = layouts.state_dict_to_hf(saved["weights"]["gpt-no-bias"], model)
     assert not theirs["transformer.h.0.attn.c_attn.bias"].any()
     theirs["transformer.h.0.attn.c_attn.bias"] = torch.ones(96)
     with pytest.raises(CheckpointError, match=r"transformer\.h\.0\.attn\.c_attn\.bias is not zero"):
-        hf.hf_to_state_dict(theirs, model)
+        layouts.hf_to_state_dict(theirs, model)
 
 
 def test_damage_is_not_exported_and_leaves_nothing_behind(saved: dict[str, Any], tmp_path: Path) -> None:

@@ -235,11 +235,11 @@ def _rope(record: Architecture, keys: Keys) -> dict[str, Any]:
 def _windows(record: Architecture, keys: Keys) -> dict[str, Any]:
     if record.window in ("none", "all"):
         return {}
-    letters = ["s" if record.has_window(keys, i) else "f" for i in range(keys["layers"])]
+    sliding, full = WORDS["s"], WORDS["f"]
+    types = [sliding if record.has_window(keys, i) else full for i in range(keys["layers"])]
     if record.window == "layer_types":
-        return {"layer_types": [WORDS[letter] for letter in letters]}
+        return {"layer_types": types}
     if not keys["window"]:
-        return {"use_sliding_window": False, "layer_types": [WORDS["f"]] * len(letters)}
-    first = letters.index("s") if "s" in letters else len(letters)
-    types = [WORDS[letter] for letter in letters]
+        return {"use_sliding_window": False, "layer_types": [full] * len(types)}
+    first = types.index(sliding) if sliding in types else len(types)
     return {"use_sliding_window": True, "max_window_layers": first, "layer_types": types}

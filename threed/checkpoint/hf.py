@@ -21,19 +21,7 @@ from torch import Tensor
 from threed.atomic import building_place, publish, write_text
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, begin, stream_tensors
-from threed.checkpoint.layouts import (
-    Entry,
-    check_names,
-    config_of,
-    entries,
-    our_shapes,
-)
-from threed.checkpoint.layouts import (
-    hf_to_state_dict as hf_to_state_dict,
-)
-from threed.checkpoint.layouts import (
-    state_dict_to_hf as state_dict_to_hf,
-)
+from threed.checkpoint.layouts import Entry, check_names, config_of, entries, our_shapes
 from threed.config import ModelConfig, resolve_model
 from threed.data.tokenizer import Tokenizer
 from threed.precision import DTYPES

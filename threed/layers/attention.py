@@ -35,21 +35,22 @@ def rotary_table(
     """cos and sin [s 1 1 d] of rotary angles (arXiv 2104.09864), in the half-split layout that Hugging Face uses."""
     angle = rotary.angles(length, size, theta, device)
     angle = torch.cat((angle, angle), dim=-1).view(length, 1, 1, turned_of(theta, size))
+    cos, sin = angle.cos(), angle.sin()
     if (scale := scale_of(theta)) != 1.0:
-        return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+        cos, sin = cos * scale, sin * scale
+    return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(x: Tensor, theta: Theta) -> Tensor:
     """Rotary positions on x [s b a d]; theta: the base, or what `ops.frequencies` makes of one."""
     table = rotary_table.__wrapped__ if torch.compiler.is_compiling() else rotary_table
     cos, sin = table(x.shape[0], x.shape[-1], theta, x.device, x.dtype)
+    rest = None
     if (turned := turned_of(theta, x.shape[-1])) < x.shape[-1]:
         x, rest = x[..., :turned], x[..., turned:]
-        left, right = x.chunk(2, dim=-1)
-        return torch.cat((x * cos + torch.cat((-right, left), dim=-1) * sin, rest), dim=-1)
     left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
+    y = x * cos + torch.cat((-right, left), dim=-1) * sin
+    return y if rest is None else torch.cat((y, rest), dim=-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:

@@ -87,9 +87,7 @@ def _yarn(known: Frequencies, scaling: RopeScaling) -> Frequencies:
 
 def inverse(theta: Theta, size: int, length: int, device: torch.device) -> Tensor:
     """Radians a position, fp32 [d/2] of the numbers that are turned, in sequences of this length."""
-    if not isinstance(theta, Frequencies):
-        exponent = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
-        return 1.0 / theta**exponent
+    theta = theta if isinstance(theta, Frequencies) else Frequencies(theta, size)
     base = theta.theta ** (torch.arange(0, theta.turned, 2, dtype=torch.float32, device=device) / theta.turned)
     if theta.kind == "linear":
         return 1.0 / base / theta.factor
@@ -100,10 +98,12 @@ def inverse(theta: Theta, size: int, length: int, device: torch.device) -> Tenso
         kept = 1 - ((pairs - theta.low) / (theta.high - theta.low)).clamp(0, 1)
         return 1.0 / (theta.factor * base) * (1 - kept) + 1.0 / base * kept
     if theta.kind == "longrope":
-        by = theta.long if length > theta.original else theta.short
+        numbers = theta.long if length > theta.original else theta.short
         if torch.compiler.is_compiling():
-            return 1.0 / (torch.tensor(by, dtype=torch.float32, device=device) * base)
-        return 1.0 / (start_copy_in(torch.tensor(by, dtype=torch.float32), device) * base)
+            by = torch.tensor(numbers, dtype=torch.float32, device=device)
+        else:
+            by = start_copy_in(torch.tensor(numbers, dtype=torch.float32), device)
+        return 1.0 / (by * base)
     return 1.0 / base
 
 
