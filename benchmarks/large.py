@@ -67,11 +67,12 @@ def child(args: argparse.Namespace) -> None:
     import torch
 
     from threed import models
-    from threed.config import Config, resolve
+    from threed.config import Config
     from threed.data import open_data
     from threed.engine import Engine
     from threed.forecast import Forecast
     from threed.layers import Slicing
+    from threed.resolution import resolve
     from threed.topology import Topology
 
     torch.set_num_threads(args.threads)

@@ -27,9 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from threed import checks as checks  # first: what it says is there must not depend on what is registered here
 from threed import models, schedules
 from threed.collectives import barrier
-from threed.config import Config, resolve
+from threed.config import Config
 from threed.engine import Engine
 from threed.layers import Slicing
+from threed.resolution import resolve
 from threed.schedules import Action, Costs, Kind, Plan
 from threed.testing import run_ranks
 from threed.topology import Topology

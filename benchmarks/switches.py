@@ -55,11 +55,11 @@ def child(args: argparse.Namespace, flags: list[str]) -> None:
     import torch
 
     from threed import arguments, models
-    from threed.config import resolve
     from threed.engine import Engine
     from threed.forecast import Forecast
     from threed.layers import Slicing
     from threed.monitor import process
+    from threed.resolution import resolve
     from threed.topology import Topology
 
     torch.set_num_threads(args.threads)

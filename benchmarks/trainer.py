@@ -8,9 +8,10 @@ from torch import Tensor
 
 from benchmarks.reference import ADAM, GPTConfig
 from threed import models
-from threed.config import Config, resolve
+from threed.config import Config
 from threed.engine import Engine
 from threed.layers import Slicing
+from threed.resolution import resolve
 from threed.topology import Topology
 
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 import threed
 from threed import collectives, layers
 from threed.arguments import format_problems, load_checked
-from threed.config import Config, ConfigError, ModelConfig, resolve
+from threed.config import Config, ConfigError, ModelConfig
 from threed.data import Data, open_data
+from threed.resolution import resolve
 
 # What this program's keys are unless the command line says otherwise.
 DEFAULTS = {

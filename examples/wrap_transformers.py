@@ -20,9 +20,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import threed
 from threed import collectives
 from threed.arguments import format_problems, load_checked
-from threed.config import ConfigError, ModelConfig, resolve
+from threed.config import ConfigError, ModelConfig
 from threed.data import open_data
 from threed.memory.io import SwapError
+from threed.resolution import resolve
 
 # What this program's keys are unless the command line says otherwise. At these sizes resident would keep all of it.
 DEFAULTS = {

@@ -16,9 +16,10 @@ from torch import Tensor
 from tests import looping
 from tests.harness import run_ranks
 from threed import models
-from threed.config import Config, resolve
+from threed.config import Config
 from threed.engine import Engine, StepMetrics
 from threed.layers import Slicing, embedding
+from threed.resolution import resolve
 from threed.testing import Results as Result
 from threed.testing import results_of as result_of
 from threed.topology import Topology

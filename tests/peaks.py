@@ -9,9 +9,10 @@ import torch
 
 from tests.live import Peak
 from threed import models
-from threed.config import Config, resolve
+from threed.config import Config
 from threed.engine import Engine
 from threed.layers import Slicing
+from threed.resolution import resolve
 from threed.topology import Topology
 
 

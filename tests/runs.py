@@ -12,8 +12,9 @@ import pytest
 
 from tests.configs import engine_of
 from threed import collectives, final_report
-from threed.config import Config, resolve
+from threed.config import Config
 from threed.data import Data, open_data
+from threed.resolution import resolve
 from threed.trainer import Trainer
 
 SEQ = 16

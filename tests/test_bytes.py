@@ -30,12 +30,13 @@ import torch.distributed as dist
 from tests.configs import topology_of
 from tests.harness import run_ranks
 from threed import models
-from threed.config import Config, resolve
+from threed.config import Config
 from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.layers import Slicing
 from threed.monitor.process import loopback_bytes
 from threed.precision import dtype
+from threed.resolution import resolve
 from threed.zero.layout import Group
 
 

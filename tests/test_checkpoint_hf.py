@@ -25,8 +25,9 @@ from tests.configs import batch, engine_of, share
 from tests.harness import run_ranks
 from threed.checkpoint import hf, layouts
 from threed.checkpoint.files import CheckpointError
-from threed.config import Config, ModelConfig, resolve
+from threed.config import Config, ModelConfig
 from threed.data.tokenizer import ByteTokenizer
+from threed.resolution import resolve
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -25,6 +25,7 @@ from tests.harness import run_ranks
 from threed import collectives
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.reading import Reader
 from threed.engine import Engine
 
 # ---------------------------------------------------------------------------------------------------------- contents
@@ -53,7 +54,7 @@ def test_a_checkpoint_holds_every_value_once_and_no_padding(tmp_path: Path) -> N
         assert native.verify(path, manifest) == []
         saved = sum(math.prod(box[4]) for entry in manifest["files"] for box in entry["boxes"])
         assert saved == 3 * sum(w.numel() for w in weights.values())
-        reader = native.Reader(path, manifest)
+        reader = Reader(path, manifest)
         assert reader.shapes == {name: tuple(w.shape) for name, w in weights.items()}
         assert all(torch.equal(reader.full("weight", name), w) for name, w in weights.items())
         word, part = weights["embedding.word.weight"], reader.box("weight", "embedding.word.weight", (7, 3), (40, 2))
@@ -64,7 +65,7 @@ def test_a_checkpoint_holds_every_value_once_and_no_padding(tmp_path: Path) -> N
 def test_reading_what_was_never_saved_is_an_error(tmp_path: Path) -> None:
     run_ranks(1, save_and_collect, tmp_path, [Case(layers=1)])
     path = tmp_path / "step-0"
-    reader = native.Reader(path, native.read_manifest(path))
+    reader = Reader(path, native.read_manifest(path))
     with pytest.raises(CheckpointError, match="0 of 4 values of weight of nobody"):
         reader.box("weight", "nobody", (0,), (4,))
     with pytest.raises(CheckpointError, match=r"values of weight of embedding\.word\.weight"):

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from tests import test_equivalence as equivalence
 from tests.configs import SEQ, VOCAB, Case, batch, compare_in_worlds, config_of, engine_of, padded_to, share
 from tests.covering import Space, Values
-from threed.config import Config, ConfigError, resolve
+from threed.config import Config, ConfigError
 from threed.engine import Engine
 from threed.layers import Block, Dropout
+from threed.resolution import resolve
 from threed.topology import Topology
 
 pytest.importorskip("torch._library.opaque_object", reason="this torch has no opaque objects")

@@ -16,17 +16,8 @@ from hypothesis import strategies as st
 
 from threed.arguments import GROUPS, PRESETS, format_problems, help_text, load, load_checked, to_toml
 from threed.checks import REFUSALS, find_problems
-from threed.config import (
-    Config,
-    ConfigError,
-    OptimConfig,
-    ParamGroup,
-    RunConfig,
-    derive_dp,
-    key_name,
-    python_name,
-    resolve,
-)
+from threed.config import Config, ConfigError, OptimConfig, ParamGroup, RunConfig, key_name, python_name
+from threed.resolution import derive_dp, resolve
 
 CONTRACT = {
     "parallel": "tp pp cp ep dp sequence schedule chunks partition",

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Floor of a module: that of the longest name here which is the module's own or a parent's.
 FLOORS = {
     "threed.config": 0,
+    "threed.resolution": 0,
     "threed.architectures": 0,
     "threed.arguments": 0,
     "threed.atomic": 0,
@@ -48,6 +49,7 @@ FLOORS = {
     "threed.monitor": 5,
     "threed.ds_config": 5,
     "threed.batches": 6,
+    "threed.drawing": 6,
     "threed.engine": 6,
     "threed.metrics": 6,
     "threed.deepspeed": 6,

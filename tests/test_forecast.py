@@ -24,12 +24,13 @@ from tests.users_models import MODELS as USERS_MODELS
 from tests.users_models import Vision
 from threed import models
 from threed.checks import find_refusals
-from threed.config import Config, ConfigError, resolve
+from threed.config import Config, ConfigError
 from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.layers import Slicing
 from threed.models import Model
 from threed.pipeline.trace import TraceError
+from threed.resolution import resolve
 from threed.zero.state import holdings
 
 HELD = ("parameters", "gradients", "optimizer", "offloaded")

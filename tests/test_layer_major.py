@@ -22,13 +22,14 @@ from tests.harness import run_ranks
 from tests.test_zero_offload import difference
 from tests.users_models import MODELS as USERS_MODELS
 from threed.checks import find_problems
-from threed.config import Config, ConfigError, resolve
+from threed.config import Config, ConfigError
 from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.layers import Slicing
 from threed.memory.tiers import Drive
 from threed.pipeline.layer_major import LayerMajorExecutor, check
 from threed.planner.order import choose
+from threed.resolution import resolve
 from threed.schedules import build
 from threed.topology import Topology
 

@@ -10,7 +10,8 @@ from threed.architectures.rope_scaling import RopeScaling, read_scaling
 from threed.arguments import load, to_toml
 from threed.checkpoint.native import model_differences
 from threed.checks import find_problems
-from threed.config import Config, ConfigError, resolve
+from threed.config import Config, ConfigError
+from threed.resolution import resolve
 
 LLAMA3 = "llama3: factor=8, low-freq-factor=1, high-freq-factor=4, original-max-position-embeddings=64"
 

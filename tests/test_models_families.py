@@ -27,10 +27,11 @@ from tests.harness import run_ranks
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.layouts import config_of, entries, hf_to_state_dict, model_of, state_dict_to_hf
 from threed.checks import find_problems
-from threed.config import Config, ModelConfig, resolve
+from threed.config import Config, ModelConfig
 from threed.layers import Causal, MicroBatch, Slicing, attend, causal
 from threed.models import build
 from threed.precision import DTYPES
+from threed.resolution import resolve
 from threed.sharding import spec_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -27,7 +27,7 @@ from tests.configs import VOCAB, Case, batch, config_of, engine_of, share, topol
 from tests.harness import run_ranks
 from threed import models, schedules
 from threed.blueprint import step_plan
-from threed.config import Config, resolve
+from threed.config import Config
 from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.layer_times import Found, division, held_by, layer_times
@@ -35,6 +35,7 @@ from threed.layers import Embedding, LanguageModelHead, LayerNorm, MicroBatch, R
 from threed.planner import balanced, uniform
 from threed.planner.grid import Grid
 from threed.planner.measured import LayerBytes, LayerTimes, divide, most_kept, stage_costs
+from threed.resolution import resolve
 from threed.topology import Topology
 
 NAP = 0.002  # seconds of a quick block's forward; its backward sleeps twice as long

@@ -9,9 +9,10 @@ from itertools import pairwise
 import pytest
 
 from tests.formulas import Decoder, transformer_costs
-from threed.config import Config, resolve
+from threed.config import Config
 from threed.forecast import Forecast
 from threed.planner import gathering
+from threed.resolution import resolve
 from threed.schedules import Action, build
 
 Units = list[dict[str, int]]

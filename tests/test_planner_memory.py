@@ -10,10 +10,11 @@ import pytest
 
 from tests import formulas
 from tests.formulas import Decoder, block_cost, communication_bytes, stage_parameters, transformer_costs
-from threed.config import Config, resolve
+from threed.config import Config
 from threed.forecast import Forecast, RankForecast
 from threed.pipeline.trace import LayerCost, Pass
 from threed.planner import optimizer_bytes, regime
+from threed.resolution import resolve
 from threed.schedules import build
 
 STATES = ("parameters", "gradients", "optimizer")

@@ -17,10 +17,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.harness import run_ranks
 from tests.live import Live
 from threed import models
-from threed.config import Config, resolve
+from threed.config import Config
 from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.layers import Slicing
+from threed.resolution import resolve
 from threed.topology import Topology
 
 PP, TP = 4, 1

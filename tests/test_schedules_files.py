@@ -16,8 +16,9 @@ from tests.test_pretrain import folder as folder  # a fixture
 from threed import schedules
 from threed.arguments import load_checked
 from threed.cli import main
-from threed.config import ConfigError, ParallelConfig, resolve
+from threed.config import ConfigError, ParallelConfig
 from threed.monitor import metrics
+from threed.resolution import resolve
 from threed.schedules import Plan, build, from_csv, lower, names_file, own_chunks, read_csv, validate
 
 MINE = '''

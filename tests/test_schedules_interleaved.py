@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threed.checks import find_refusals
-from threed.config import Config, resolve
+from threed.config import Config
+from threed.resolution import resolve
 from threed.schedules import Costs, build, interleaved, lower, own_chunks, simulate, validate
 from threed.schedules.interleaved import rounds
 

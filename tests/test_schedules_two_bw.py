@@ -16,9 +16,10 @@ from tests.test_step import with_
 from threed import schedules
 from threed.arguments import load
 from threed.checks import find_problems
-from threed.config import ConfigError, resolve
+from threed.config import ConfigError
 from threed.engine import Engine
 from threed.forecast import Forecast
+from threed.resolution import resolve
 from threed.schedules import Action, Costs, Plan, drain, first, lower, simulate, two_bw, validate
 
 # ------------------------------------------------------------------------------------------------------------ the plan

@@ -23,7 +23,7 @@ from tests.live import Live
 from tests.users_layers import Latent, Running
 from tests.users_models import MODELS as USERS_MODELS
 from threed import models
-from threed.config import Config, resolve
+from threed.config import Config
 from threed.footprint import trace
 from threed.layers import Block, MicroBatch, Slicing
 from threed.pipeline import activation_checkpointing
@@ -32,6 +32,7 @@ from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.trace import META, LayerCost, TraceError, Tracer, stated_flops
 from threed.planner import Grid
 from threed.precision import DTYPES
+from threed.resolution import resolve
 from threed.topology import Topology
 
 MODELS: dict[str, dict[str, Any]] = {

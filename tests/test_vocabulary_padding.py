@@ -11,9 +11,10 @@ from torch import Tensor
 from tests.configs import Case, config_of, padded_to, topology_of, trained
 from tests.harness import run_ranks
 from threed import models
-from threed.config import Config, resolve
+from threed.config import Config
 from threed.engine import Engine
 from threed.layers import Slicing, embedding
+from threed.resolution import resolve
 from threed.sharding import spec_of
 from threed.topology import Axis
 

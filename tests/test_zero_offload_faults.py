@@ -20,6 +20,7 @@ from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.reading import Reader
 from threed.config import Config
 from threed.engine import Engine
 from threed.memory.io import Disk, SwapError
@@ -310,7 +311,7 @@ def fail_while_values_move(folder: Path) -> None:
         raise SwapError(5, "Input/output error")
 
     for owner, name, attempt in (
-        (native.Reader, "box", lambda: engine.load(folder / "good")),
+        (Reader, "box", lambda: engine.load(folder / "good")),
         (Disk, "write", lambda: engine.save(folder / "bad")),
     ):
         steps(engine, 1)

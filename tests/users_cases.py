@@ -14,9 +14,10 @@ from tests.configs import share, topology_of
 from tests.users_layers import CHANNELS, CLASSES, PATCH
 from tests.users_models import MODELS, Decoder
 from tests.users_truths import Batch, Result
-from threed.config import Config, resolve
+from threed.config import Config
 from threed.engine import Engine
 from threed.layers import Slicing
+from threed.resolution import resolve
 
 VOCAB, SEQ, HIDDEN, ROWS, STEPS = 53, 8, 24, 6, 2
 BF16 = ("residual-32",)  # compared with one process: there is no truth in fp64

@@ -18,7 +18,7 @@ from typing import get_args
 from torch import nn
 
 from threed import schedules
-from threed.config import Config, ConfigError, count_microbatches
+from threed.config import Config, ConfigError
 from threed.models import Model, Wrapped
 from threed.models.wrapped import find_problems
 from threed.pipeline.activation_checkpointing import build, recomputed_layers, with_recompute
@@ -26,6 +26,7 @@ from threed.pipeline.layer_major import LayerMajorStage
 from threed.pipeline.stage import AlwaysWhole, ParameterGatherer, Stage
 from threed.planner.cut import Cut, partition
 from threed.planner.measured import Division, stage_costs, times_by_flops
+from threed.resolution import count_microbatches
 from threed.schedules import Costs, Plan
 from threed.sharding import spec_of
 from threed.topology import Topology

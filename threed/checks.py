@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from threed import schedules
 from threed.architectures.checks import export_limits as export_limits
 from threed.architectures.checks import find_model_problems
-from threed.config import Config, ConfigError, count_microbatches, derive_dp, key_name
+from threed.config import Config, ConfigError, key_name
+from threed.resolution import count_microbatches, derive_dp
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def find_problems(
 ) -> list[str]:
     """All problems of this configuration in a world of `world_size` ranks, `local_world` of them on a machine.
 
-    Pass the configuration as loaded, before `threed.config.resolve`; `tokenizer_vocab` where the tokenizer is known.
+    Pass the configuration as loaded, before `threed.resolution.resolve`; `tokenizer_vocab` where the tokenizer is known.
     """
     problems = find_refusals(config)
     dp = None

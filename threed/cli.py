@@ -221,12 +221,13 @@ def _drive_facts(folder: str, nbytes: int = 2**28) -> str:
 def _checkpoint_facts(path: Path) -> str:
     from threed.checkpoint import native
     from threed.checkpoint.files import CheckpointError
+    from threed.checkpoint.reading import Reader
 
     manifest = native.read_manifest(path)
     damaged = native.verify(path, manifest)
     if damaged:
         raise CheckpointError("\n".join(damaged))
-    reader = native.Reader(path, manifest)
+    reader = Reader(path, manifest)
     state, model = manifest["state"], manifest["config"]["model"]
     size = sum(entry["size"] for entry in manifest["files"])
     lines = [

@@ -23,25 +23,23 @@ from torch import Tensor, nn
 
 from threed import buffers, collectives
 from threed.batches import Batch, Batches
-from threed.blueprint import Blueprint, Pipeline
 from threed.checkpoint import fit, native
 from threed.checkpoint.extras import Extras
 from threed.checks import find_refusals
-from threed.config import Config, ConfigError, resolve
-from threed.footprint import decide_order, flops
-from threed.layer_times import cut_by_times
+from threed.config import Config, ConfigError
+from threed.drawing import draw
 from threed.layers import MicroBatch
 from threed.layers.linear import use_sinks
 from threed.metrics import Faults, Later, Numbers
 from threed.metrics import StepMetrics as StepMetrics
 from threed.models import Model, Wrapped, as_model
-from threed.models.check import check
 from threed.pipeline import activation_checkpointing, compiling
 from threed.pipeline.executor import Executor, Outdated, Span
 from threed.pipeline.layer_major import LayerMajorExecutor
 from threed.pipeline.overlap import Overlap
 from threed.pipeline.transport import Transport, links
 from threed.precision import LossScale
+from threed.resolution import resolve
 from threed.sharding import Box, Piece, initial
 from threed.topology import Topology
 from threed.zero import agreement, records, setup, table
@@ -87,7 +85,8 @@ class Engine:
         self._begun = False
         self._numbers: Later | None = None  # of the last step
         agreement.check_configuration(config, topology.axis("world"))
-        self.blueprint = blueprint = self._draw()
+        self.config, blueprint = draw(self.model, topology, config, wrapped=self.wrapped is not None)
+        self.blueprint = blueprint
         self.batches = Batches(self.model, topology, config, ends=topology.axis("pp").index in blueprint.cut.ends)
         self.layout = blueprint.layout
         layers, mine = blueprint.layers, [blueprint.layers[number] for number in blueprint.held]
@@ -125,30 +124,6 @@ class Engine:
             varying=getattr(self.model, "boundaries_vary", False), on_validate=self.optimizer.validate,
             updates=self.asynchronous,
         )  # fmt: skip
-
-    def _draw(self) -> Blueprint:
-        """Cuts the model and lays out this rank's parameters, once all ranks agree about it."""
-        topology, layers = self.topology, self.model.layers()
-        if self.wrapped is None:
-            check(layers, self.model.slicing, topology.axis("tp"), topology.axis("world"))
-        self.config = decide_order(self.config, self.model, layers, topology)
-        by_times = cut_by_times(self.model, self.config, topology, self._costs)
-        pipeline = Pipeline.of(layers, topology, self.config, self._costs, by_times)
-        blueprint = Blueprint.draw(self.model, layers, topology, self.config, pipeline)
-        trainable = collectives.exchange(bool(blueprint.layout.buckets), topology.axis("world"))
-        if not any(trainable):
-            raise ValueError("the model has no parameter to train: all have requires_grad off")
-        return blueprint
-
-    def _costs(self, layers: list[nn.Module]) -> Sequence[float]:
-        """What stages are balanced by: FLOPs of all tensor ranks, so that each of them cuts alike. Collective."""
-        own = getattr(self.model, "costs", None)
-        if own is not None:
-            return list(own(self.config.train.micro_batch))
-        everyone = collectives.exchange(
-            flops(self.model, layers, self.config, self.topology), self.topology.axis("tp")
-        )  # fmt: skip
-        return [3.0 * sum(costs) for costs in zip(*everyone, strict=True)]
 
     def _overlap(self, mine: list[nn.Module]) -> Overlap | None:
         """The streams of pairs. What a layer frees, another stream could reuse while it is read: so pairs run one after

@@ -24,7 +24,7 @@ from threed.checkpoint.files import CheckpointError, check_space
 from threed.checkpoint.retention import after_restart, candidates
 from threed.checkpoint.run_folder import RunFolderError
 from threed.checks import find_problems
-from threed.config import Config, ConfigError, resolve
+from threed.config import Config, ConfigError
 from threed.data import Data, open_data
 from threed.data import find_problems as find_data_problems
 from threed.engine import Engine
@@ -32,6 +32,7 @@ from threed.forecast import Forecast, checkpoint_bytes
 from threed.layers import Slicing
 from threed.memory.io import SwapError
 from threed.monitor import process
+from threed.resolution import resolve
 from threed.topology import Topology
 from threed.trainer import Trainer, resuming_flags
 

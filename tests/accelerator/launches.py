@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from tests.accelerator.pretend import pretending
-from threed.config import Config, resolve
+from threed.config import Config
+from threed.resolution import resolve
 
 SHAPE = {"hidden": 1024, "heads": 16, "seq": 1024, "vocab": 32768}
 MODELS: dict[str, dict[str, Any]] = {

@@ -24,11 +24,12 @@ from tests.accelerator.watching import BLOCKING, HOST_READ, MIXED, TO_COLLECTIVE
 from tests.configs import Case, config_of
 from tests.covering import Space, Values
 from threed import collectives
-from threed.config import Config, resolve
+from threed.config import Config
 from threed.forecast import Forecast
 from threed.layers import Slicing
 from threed.models import Decoder
 from threed.ops import launch
+from threed.resolution import resolve
 from threed.sharding import spec_of
 
 # ----------------------------------------------------------------------------------------------------- configurations

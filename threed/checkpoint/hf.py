@@ -22,9 +22,11 @@ from threed.atomic import building_place, publish, write_text
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, begin, stream_tensors
 from threed.checkpoint.layouts import Entry, check_names, config_of, entries, our_shapes
-from threed.config import ModelConfig, resolve_model
+from threed.checkpoint.reading import Reader
+from threed.config import ModelConfig
 from threed.data.tokenizer import Tokenizer
 from threed.precision import DTYPES
+from threed.resolution import resolve_model
 
 SHARD_BYTES = 5_000_000_000
 
@@ -42,7 +44,7 @@ def export_hf(
     problems = native.verify(checkpoint, manifest)
     if problems:
         raise CheckpointError("; ".join(problems))
-    reader = native.Reader(checkpoint, manifest)
+    reader = Reader(checkpoint, manifest)
     model = _saved_model(manifest["config"]["model"], reader)
     table = entries(model)
     beside = {name: shape for name, (*_, shape) in reader.buffers.items()}  # the layouts have none
@@ -62,7 +64,7 @@ def export_hf(
     return out
 
 
-def _saved_model(saved: Mapping[str, Any], reader: native.Reader) -> ModelConfig:
+def _saved_model(saved: Mapping[str, Any], reader: Reader) -> ModelConfig:
     """Returns the configuration of a checkpoint's model; CheckpointError where it cannot be that of its tensors."""
     try:
         model = ModelConfig.model_validate(saved)
@@ -81,7 +83,7 @@ def _check_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> None:
         )
 
 
-def _dtype(name: str | None, reader: native.Reader) -> torch.dtype:
+def _dtype(name: str | None, reader: Reader) -> torch.dtype:
     if name is None:
         some, shape = next(iter(reader.shapes.items()))
         return reader.box("weight", some, (0,) * len(shape), (1,) * len(shape)).dtype
@@ -90,9 +92,7 @@ def _dtype(name: str | None, reader: native.Reader) -> torch.dtype:
     return DTYPES[name]
 
 
-def _write_weights(
-    folder: Path, table: Sequence[Entry], reader: native.Reader, dtype: torch.dtype, shard_bytes: int
-) -> None:
+def _write_weights(folder: Path, table: Sequence[Entry], reader: Reader, dtype: torch.dtype, shard_bytes: int) -> None:
     """Writes one file, or numbered shards and their index."""
     shards = _shards(table, dtype.itemsize, shard_bytes)
     names = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]

@@ -25,7 +25,8 @@ from threed.architectures import spelling
 from threed.architectures.checks import export_limits, find_model_problems
 from threed.architectures.record import Rule
 from threed.checkpoint.files import CheckpointError
-from threed.config import ModelConfig, resolve_model
+from threed.config import ModelConfig
+from threed.resolution import resolve_model
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]  # the first element along every dimension, and how many

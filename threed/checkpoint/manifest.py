@@ -32,6 +32,11 @@ MOST_CORNERS = 2**24  # of the boxes of one tensor: seconds of work
 Corner = tuple[int, ...]
 
 
+def file_of(rank: int) -> str:
+    """Returns the name of a rank's file."""
+    return f"rank-{rank:05d}.safetensors"
+
+
 # ----------------------------------------------------------------------------------------------------------- schema
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threed import architectures
-from threed.config import ModelConfig, resolve_model
+from threed.config import ModelConfig
 from threed.layers import (
     MLP,
     Attention,
@@ -30,6 +30,7 @@ from threed.layers import (
 )
 from threed.layers.attention import Core
 from threed.ops.frequencies import Theta, frequencies
+from threed.resolution import resolve_model
 
 WORD = "embedding.word.weight"
 STD = 0.02

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from threed.buffers import find
-from threed.config import Config, ConfigError, resolve
+from threed.config import Config, ConfigError
 from threed.engine import Engine, StepMetrics
 from threed.layers import Slicing
 from threed.metrics import DataError
+from threed.resolution import resolve
 from threed.sharding import ModelError
 from threed.testing import diagnose
 from threed.testing.compare import Finding, Results, agree, differences, results_of

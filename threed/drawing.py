@@ -1,0 +1,47 @@
+"""Draws an engine's blueprint, once all ranks agree about the model: cut into stages, and laid out for this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from threed import collectives
+from threed.blueprint import Blueprint, Pipeline
+from threed.config import Config
+from threed.footprint import decide_order, flops
+from threed.layer_times import cut_by_times
+from threed.models import Model
+from threed.models.check import check
+from threed.topology import Topology
+
+
+def draw(model: Model, topology: Topology, config: Config, *, wrapped: bool) -> tuple[Config, Blueprint]:
+    """Returns the configuration with the order of layers decided, and the blueprint of this rank. Collective.
+
+    wrapped: the model is a module that knows nothing of threed. ModelError for one that is not right in this topology,
+    ValueError for one without a parameter to train.
+    """
+    layers = model.layers()
+    if not wrapped:
+        check(layers, model.slicing, topology.axis("tp"), topology.axis("world"))
+    config = decide_order(config, model, layers, topology)
+
+    def costs(some: list[nn.Module]) -> Sequence[float]:
+        return _costs(model, some, topology, config)
+
+    by_times = cut_by_times(model, config, topology, costs)
+    pipeline = Pipeline.of(layers, topology, config, costs, by_times)
+    blueprint = Blueprint.draw(model, layers, topology, config, pipeline)
+    if not any(collectives.exchange(bool(blueprint.layout.buckets), topology.axis("world"))):
+        raise ValueError("the model has no parameter to train: all have requires_grad off")
+    return config, blueprint
+
+
+def _costs(model: Model, layers: list[nn.Module], topology: Topology, config: Config) -> Sequence[float]:
+    """What stages are balanced by: FLOPs of all tensor ranks, so that each of them cuts alike. Collective."""
+    own = getattr(model, "costs", None)
+    if own is not None:
+        return list(own(config.train.micro_batch))
+    everyone = collectives.exchange(flops(model, layers, config, topology), topology.axis("tp"))
+    return [3.0 * sum(costs) for costs in zip(*everyone, strict=True)]

@@ -1,0 +1,88 @@
+"""Fills in what a configuration leaves open: what follows from other keys, the vocabulary and the number of ranks.
+
+config = resolve(config, vocab=260, world_size=8)          # everything that is derived, filled in
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from threed import architectures, schedules
+from threed.config import Config, ConfigError, DType, ModelConfig, PrecisionConfig
+
+
+def derive_dp(config: Config, world_size: int) -> int:
+    """Data-parallel ranks of this world. Raises ConfigError where tp x pp x cp x dp is not the world size."""
+    parallel = config.parallel
+    others = parallel.tp * parallel.pp * parallel.cp
+    dp = parallel.dp or max(1, world_size // others)
+    if others * dp == world_size:
+        return dp
+    factors = f"tp {parallel.tp} × pp {parallel.pp}" + (f" × cp {parallel.cp}" if parallel.cp > 1 else "")
+    if parallel.dp is None:
+        sizes = " or ".join(str(n) for n in sorted({others * dp, others * (dp + 1)}))
+        raise ConfigError([f"world size {world_size} is not a multiple of {factors} = {others}: start {sizes} ranks"])
+    problem = f"world size {world_size} ≠ {factors} × dp {dp} = {others * dp}"
+    if world_size % others == 0:
+        raise ConfigError([f"{problem}: use --parallel.dp {world_size // others}, or start {others * dp} ranks"])
+    raise ConfigError([f"{problem}: start {others * dp} ranks, or {others} with --parallel.dp 1"])
+
+
+def count_microbatches(config: Config, dp: int) -> int:
+    """Micro-batches that a data rank runs in a step, of whole ones."""
+    return max(1, config.train.global_batch // (config.train.micro_batch * dp))
+
+
+def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config:
+    """Fill in every derived value; `vocab` is the tokenizer's, and dp stays open without a world size.
+
+    What stays None means itself: `train.stop_after`, `data.path`, `zero.nvme_path`, `log.profile_steps`. The path of
+    a schedule's file becomes absolute. Raises ConfigError where that file is wrong.
+    """
+    parallel = config.parallel.model_copy(update={"schedule": schedules.absolute(config.parallel.schedule)})
+    config = config.model_copy(update={"parallel": parallel})
+    updates = {
+        "parallel": _resolve_parallel(config, world_size),
+        "precision": _resolve_precision(config.precision),
+        "model": _resolve_model(config.model, vocab),
+        "optim": {"min_lr": config.optim.lr / 10},
+        "run": _resolve_run(config),
+    }
+    groups = {name: _fill(getattr(config, name), values) for name, values in updates.items()}
+    return config.model_copy(update=groups)
+
+
+def _fill(group: BaseModel, values: dict[str, Any]) -> BaseModel:
+    return group.model_copy(update={key: value for key, value in values.items() if getattr(group, key) is None})
+
+
+def _resolve_parallel(config: Config, world_size: int | None) -> dict[str, Any]:
+    p, dp = config.parallel, None if world_size is None else derive_dp(config, world_size)
+    sizes = () if dp is None else (p.pp, count_microbatches(config, dp))
+    try:
+        chunks = p.chunks or schedules.own_chunks(p.schedule, *sizes)
+    except ValueError as error:
+        raise ConfigError([f"--parallel.schedule {error}"]) from error
+    return {"dp": dp, "sequence": p.tp > 1, "chunks": chunks}
+
+
+def _resolve_precision(precision: PrecisionConfig) -> dict[str, Any]:
+    default: DType = "fp64" if precision.dtype == "fp64" else "fp32"
+    return {"grad_dtype": default, "reduce_dtype": precision.grad_dtype or default}
+
+
+def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
+    """Fill in what a model's keys mean that are none; the vocabulary stays open without one."""
+    return model.model_copy(update=_resolve_model(model, vocab))
+
+
+def _resolve_model(model: ModelConfig, vocab: int | None) -> dict[str, Any]:
+    derived = architectures.find(model.arch).resolved(dict(model))
+    return derived if vocab is None or model.vocab is not None else {**derived, "vocab": vocab}
+
+
+def _resolve_run(config: Config) -> dict[str, Any]:
+    name = config.run.name or config.model.arch
+    return {"name": name, "dir": f"runs/{name}"}
