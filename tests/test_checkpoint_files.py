@@ -186,6 +186,7 @@ def test_what_a_checkpoint_is_made_of_is_on_the_disk_before_its_name(tmp_path: P
     written = [
         ("write", tensors), ("sync", tensors), ("write", manifest), ("sync", manifest), ("sync", building),
     ]  # fmt: skip
+    first, second = ([(what, place) for what, place in calls if "/entry-" not in place] for calls in (first, second))
     assert first == [*written, ("rename", building), ("sync", ".")]
     assert second[:6] == [*written, ("swap", building)]
     if ("rename", "step-1") in second:

@@ -1,0 +1,214 @@
+"""Writes a native checkpoint in three phases, of which only the first needs the ranks to talk to each other.
+
+    saving = prepare(path, optimizer, topology, config, state, extras)    collective: folder, space, who writes what
+    saving.write(values for _, values in read(optimizer, saving.records)) this rank's file; safe in another thread
+    saving.commit()                                                       the first rank publishes the folder
+    saving.agree()                                                        collective: raises on all ranks alike
+
+`write` takes any tensors with the values of `saving.records`, in that order. It leaves what the manifest says of this
+rank in a small file of the unfinished folder, an error too: so the first rank can wait for all of them, and publish,
+in a thread of its own while training goes on. `save` is the four in a row.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from threed import collectives
+from threed.atomic import building_place, publish, write_text
+from threed.checkpoint.extras import Extras
+from threed.checkpoint.files import CheckpointError, begin, plain, stream_tensors
+from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, check_structure, digest, file_of
+from threed.config import Config
+from threed.topology import Axis, Topology
+from threed.zero.optimizer import Optimizer
+from threed.zero.records import Record, read, records
+
+PATIENCE_S = 600.0  # how long the first rank waits for another one that writes
+POLL_S = 0.02
+
+
+def save(
+    path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any], extras: Extras
+) -> Path:
+    """Writes the checkpoint folder `path`, whole or not at all. Collective; CheckpointError on every rank alike."""
+    saving = prepare(path, optimizer, topology, config, state, extras)
+    saving.write(values for _, values in read(optimizer, saving.records))
+    saving.agree()  # here, a rank that has died is noticed at once
+    saving.commit()
+    saving.agree()
+    return path
+
+
+def prepare(
+    path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any], extras: Extras
+) -> Saving:
+    """Makes the unfinished folder and returns what this rank is to write. Collective; CheckpointError on every rank."""
+    everyone = topology.axis("world")
+    optimizer.settle()  # a run that goes on from here and one that resumes see the same parameters
+    extras.ready()
+    mine = [record for record in records(optimizer) if record.owned]
+    said, values = extras.entries()
+    beside = {key: value.to("cpu", copy=True) for key, value in values.items()}  # the next step may change them
+    nbytes = sum(record.nbytes for record in mine) + sum(tensor.nbytes for tensor in beside.values())
+    needed = sum(collectives.exchange(nbytes, everyone))
+    problem, token = _begin(path, needed) if everyone.index == 0 else (None, "")
+    problem, token = collectives.exchange([problem, token], everyone)[0]
+    counters = {"updates": float(optimizer.updates), "skips": float(optimizer.skips), **optimizer.scaler.state()}
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "config": config.model_dump(mode="json"),
+        "topology": topology.sizes,
+        "state": {**state, **counters},
+    }
+    saving = Saving(path, everyone, token, mine, said, beside, head, problem)
+    saving.agree()
+    return saving
+
+
+def _begin(path: Path, needed: int) -> tuple[str | None, str]:
+    try:
+        begin(path, MANIFEST, "checkpoint", needed)
+    except (OSError, CheckpointError) as error:
+        return str(error), ""
+    return None, secrets.token_hex(8)
+
+
+@dataclass(eq=False)
+class Saving:
+    """A checkpoint in the making, as one rank has it.
+
+    token: tells this save from earlier ones of the folder. records: what this rank writes of the optimizer's state, in
+    order. beside: what it writes besides. head: the manifest without its files. problem: what went wrong here, so far.
+    """
+
+    path: Path
+    everyone: Axis
+    token: str
+    records: list[Record]
+    said: dict[str, Any]
+    beside: dict[str, Tensor]
+    head: dict[str, Any]
+    problem: str | None = None
+
+    @property
+    def building(self) -> Path:
+        """The unfinished folder."""
+        return building_place(self.path)
+
+    @property
+    def file(self) -> Path:
+        """Where this rank writes its tensors."""
+        return self.building / file_of(self.everyone.index)
+
+    def write(self, values: Iterable[Tensor]) -> str | None:
+        """Writes this rank's file, flushed to the disk; returns what went wrong. No collective.
+
+        values: those of `records`, in order. What else they raise than OSError and CheckpointError is raised here.
+        """
+        rank = self.everyone.index
+        try:
+            self._leave(self._entry(values))
+        except OSError as error:
+            self._fail(f"rank {rank} could not write {self.file}: {error}")
+        except CheckpointError as error:
+            self._fail(f"rank {rank}: {error}")
+        except BaseException as error:
+            self._fail(f"rank {rank} could not write {self.file}: {type(error).__name__}: {plain(error)}")
+            raise
+        return self.problem
+
+    def _entry(self, values: Iterable[Tensor]) -> dict[str, Any]:
+        """Writes the file; returns its entry of the manifest, empty if there is nothing to write."""
+        about = {str(number): (record.dtype, record.box.size) for number, record in enumerate(self.records)}
+        about |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in self.beside.items()}
+        if not about:
+            return {}
+        digest = stream_tensors(self.file, about, chain(values, self.beside.values()))
+        boxes = [[r.part, r.piece.name, r.piece.shape, r.box.start, r.box.size] for r in self.records]
+        size = self.file.stat().st_size
+        return {"file": self.file.name, "sha256": digest, "size": size, "boxes": boxes, **self.said}
+
+    def _fail(self, problem: str) -> None:
+        self.problem = problem
+        with suppress(OSError):
+            self.file.unlink(missing_ok=True)  # a full disk then has room for the few bytes that say so
+        with suppress(OSError):
+            self._leave({"error": problem})
+
+    def _leave(self, entry: Mapping[str, Any]) -> None:
+        """Leaves this rank's entry for the first rank: by a rename, so that it is never seen in part."""
+        place = self._entry_file(self.everyone.index)
+        scratch = place.with_suffix(".part")
+        scratch.write_text(json.dumps(entry))
+        scratch.rename(place)
+
+    def _entry_file(self, rank: int) -> Path:
+        return self.building / f"entry-{rank:05d}-{self.token}.json"
+
+    def commit(self, patience: float = PATIENCE_S) -> str | None:
+        """Publishes the folder once every rank has written its part, if this is the first rank; returns what went
+        wrong. No collective. patience: seconds to wait for the others."""
+        if self.everyone.index == 0 and self.problem is None:
+            try:
+                entries = self._entries(time.monotonic() + patience)
+                self._publish([entry for entry in entries if entry])
+            except (
+                OSError,
+                TypeError,
+                ValueError,
+                RecursionError,
+                CheckpointError,
+            ) as error:  # of the caller's `extra`
+                self.problem = (
+                    str(error) if isinstance(error, CheckpointError) else f"could not finish {self.path}: {error}"
+                )
+        if self.everyone.index == 0 and self.problem is not None:
+            shutil.rmtree(self.building, ignore_errors=True)
+        return self.problem
+
+    def _entries(self, end: float) -> list[dict[str, Any]]:
+        """Returns the entries of all ranks; CheckpointError with what they could not do, or if one does not come."""
+        found: list[dict[str, Any]] = []
+        for rank in range(self.everyone.size):
+            file = self._entry_file(rank)
+            while not file.exists():
+                if time.monotonic() > end:
+                    raise CheckpointError(f"rank {rank} has not written its part of {self.path} in time")
+                time.sleep(POLL_S)
+            found.append(json.loads(file.read_text()))
+            file.unlink()
+        problems = [entry["error"] for entry in found if "error" in entry]
+        if problems:
+            raise CheckpointError("; ".join(problems))
+        return found
+
+    def _publish(self, files: list[dict[str, Any]]) -> None:
+        body = json.loads(json.dumps({**self.head, "files": files}))  # as it will be read: JSON has no tuples
+        try:
+            check_structure(body)  # what could not be read must not count as saved
+        except CheckpointError as error:
+            raise CheckpointError(f"could not finish {self.path}: {error}") from None
+        write_text(self.building / MANIFEST, json.dumps({**body, "sha256": digest(body)}))
+        publish(self.building, self.path)
+
+    def agree(self) -> None:
+        """Raises CheckpointError on every rank if any has a problem, after removing what was written. Collective."""
+        found = list(dict.fromkeys(p for p in collectives.exchange(self.problem, self.everyone) if p))
+        if found:
+            if self.everyone.index == 0:
+                shutil.rmtree(self.building, ignore_errors=True)
+            collectives.barrier(self.everyone)
+            raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
