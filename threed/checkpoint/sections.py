@@ -182,7 +182,7 @@ class Held:
                         yield Extent(part, line.pieces[piece][0], state, lo - origin, hi - lo)
 
 
-def held(optimizer: Optimizer, least: int = LEAST_BYTES) -> list[Held]:
+def held(optimizer: Optimizer) -> list[Held]:
     """Returns the sections of the optimizer's state that this rank holds portions of, alike on all that hold them."""
     by_group: dict[Group, dict[tuple[str, ...], list[State]]] = {group: {} for group in optimizer.layout.groups}
     earlier = optimizer.versions.earlier if optimizer.versions else []
@@ -196,7 +196,7 @@ def held(optimizer: Optimizer, least: int = LEAST_BYTES) -> list[Held]:
                 sizes = (group.shard.size, group.holders.size, *(axis.size for axis in group.copies))
                 kind = (parts, dtype, sizes, group.key.replicated, group.key.tied)
                 kinds.setdefault(kind, []).append((group, states))
-    made = (_held(parts, dtype, members, least) for (parts, dtype, *_), members in kinds.items())
+    made = (_held(parts, dtype, members) for (parts, dtype, *_), members in kinds.items())
     return [some for some in made if some is not None]
 
 
@@ -205,9 +205,7 @@ def _by_dtype(state: State) -> dict[torch.dtype, tuple[str, ...]]:
     return {dtype: tuple(p for p, d in dtypes.items() if d == dtype) for dtype in dtypes.values()}
 
 
-def _held(
-    parts: tuple[str, ...], dtype: torch.dtype, members: list[tuple[Group, list[State]]], least: int
-) -> Held | None:
+def _held(parts: tuple[str, ...], dtype: torch.dtype, members: list[tuple[Group, list[State]]]) -> Held | None:
     members = [(group, states) for group, states in members if any(True for _ in _pieces(group))]
     if not members:
         return None
@@ -225,7 +223,7 @@ def _held(
         }
         for group, states in members
     ]
-    writers = min(copies, max(1, -(-nbytes // least)))
+    writers = min(copies, max(1, -(-nbytes // LEAST_BYTES)))
     about = {"parts": list(parts), "dtype": NAMES[dtype], "portions": portions, "writers": writers, "lines": lines}
     section = Section(about)
     # Not always the first copy: which one it is depends on the section.

@@ -31,7 +31,7 @@ from threed.atomic import building_place, publish, write_text
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import DTYPES, CheckpointError, begin, plain, stream_tensors
 from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, check_structure, digest, file_of
-from threed.checkpoint.sections import LEAST_BYTES, Held, Section, held
+from threed.checkpoint.sections import Held, Section, held
 from threed.config import Config
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
@@ -54,14 +54,13 @@ def save(
 
 
 def prepare(
-    path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any], extras: Extras,
-    least: int = LEAST_BYTES,
-) -> Saving:  # fmt: skip
+    path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any], extras: Extras
+) -> Saving:
     """Makes the unfinished folder and returns what this rank is to write. Collective; CheckpointError on every rank."""
     everyone = topology.axis("world")
     optimizer.settle()  # a run that goes on from here and one that resumes see the same parameters
     extras.ready()
-    mine = held(optimizer, least)
+    mine = held(optimizer)
     said, values = extras.entries()
     beside = {key: value.to("cpu", copy=True) for key, value in values.items()}  # the next step may change them
     nbytes = sum(h.nbytes for h in mine) + sum(tensor.nbytes for tensor in beside.values())
