@@ -22,7 +22,7 @@ from tests.harness import run_ranks
 from threed import atomic
 from threed.atomic import publish
 from threed.checkpoint import files, native
-from threed.checkpoint.files import sha256, stream_tensors
+from threed.checkpoint.files import sha256, stream_tensors, tree_hash
 from threed.sharding import Piece, boxes, intersect
 
 
@@ -32,7 +32,7 @@ def test_files_of_tensors_are_safetensors(tmp_path: Path) -> None:
     tensors |= {"none": torch.empty(0, 4), "one": torch.tensor(2.5), "ünï": torch.ones(1)}
     about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     digest = stream_tensors(tmp_path / "f", about, tensors.values(), {"a": "b"})
-    assert digest == sha256(tmp_path / "f") == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
+    assert digest == tree_hash(tmp_path / "f") == hashlib.sha256(bytes.fromhex(sha256(tmp_path / "f"))).hexdigest()
     header = int.from_bytes((tmp_path / "f").read_bytes()[:8], "little")
     assert header % 8 == 0  # so that readers may map the tensors: the format asks for it
     with safe_open(tmp_path / "f", framework="pt") as file:
@@ -186,6 +186,7 @@ def test_what_a_checkpoint_is_made_of_is_on_the_disk_before_its_name(tmp_path: P
     written = [
         ("write", tensors), ("sync", tensors), ("write", manifest), ("sync", manifest), ("sync", building),
     ]  # fmt: skip
+    first, second = ([(what, place) for what, place in calls if "/entry-" not in place] for calls in (first, second))
     assert first == [*written, ("rename", building), ("sync", ".")]
     assert second[:6] == [*written, ("swap", building)]
     if ("rename", "step-1") in second:

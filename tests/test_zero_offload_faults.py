@@ -18,7 +18,7 @@ from tests.checkpoints import distance, state_of
 from tests.checkpoints import train as steps
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
-from threed.checkpoint import native
+from threed.checkpoint import writing
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.reading import Reader
 from threed.config import Config
@@ -186,19 +186,19 @@ def fail_to_save(folder: Path) -> None:
     steps(engine, 1)
     before = state_of(engine)
     weights = {**engine.full_state_dict(), "head.norm.weight": torch.zeros(3)}
-    inner = native.stream_tensors
+    inner = writing.stream_tensors
 
-    def fails(path: Path, about: object, tensors: Iterator[torch.Tensor]) -> str:
+    def fails(path: Path, about: object, tensors: Iterator[torch.Tensor], *_: object) -> str:
         next(tensors)
         raise OSError(28, "No space left on device")
 
-    native.stream_tensors = fails  # type: ignore[assignment]
+    writing.stream_tensors = fails  # type: ignore[assignment]
     for number in range(8):
         with pytest.raises(CheckpointError, match="rank 0 could not write"):
             engine.save(folder / f"{number}")
         with pytest.raises(ValueError, match=r"head\.norm\.weight"):
             engine.load_full_state_dict(weights)
-    native.stream_tensors = inner
+    writing.stream_tensors = inner
     assert in_use(engine) == 0
     assert distance(state_of(engine), before) == 0.0
     steps(engine, 1)
@@ -311,7 +311,7 @@ def fail_while_values_move(folder: Path) -> None:
         raise SwapError(5, "Input/output error")
 
     for owner, name, attempt in (
-        (Reader, "box", lambda: engine.load(folder / "good")),
+        (Reader, "into", lambda: engine.load(folder / "good")),
         (Disk, "write", lambda: engine.save(folder / "bad")),
     ):
         steps(engine, 1)

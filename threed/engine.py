@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from threed import buffers, collectives
 from threed.batches import Batch, Batches
-from threed.checkpoint import fit, native
+from threed.checkpoint import fit, native, writing
 from threed.checkpoint.extras import Extras
 from threed.checks import find_refusals
 from threed.config import Config, ConfigError
@@ -343,7 +343,7 @@ class Engine:
         state = {"steps": self.steps, "consumed": self.consumed, "extra": dict(extra or {}), "uses": uses}
         if self.optimizer.unused is not None:
             state["unused"] = self.optimizer.unused.state()
-        return native.save(Path(path), self.optimizer, self.topology, self.config, state, self.extras)
+        return writing.save(Path(path), self.optimizer, self.topology, self.config, state, self.extras)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Takes weights, moments, buffers and counters from a checkpoint of any topology; gives back what was saved as

@@ -1,21 +1,19 @@
-"""The native checkpoint: one safetensors file a rank, and a manifest with the place of every box of every tensor.
+"""The native checkpoint: one safetensors file a rank, and a manifest that says where every value is.
 
-    step-40/manifest.json            format, configuration, counters, hash of every file, place of every box
-    step-40/rank-00000.safetensors   this rank's boxes of weight, exp_avg and exp_avg_sq, buffers, generator states
+    step-40/manifest.json            format, configuration, counters, hash of every file, sections (`sections`)
+    step-40/rank-00000.safetensors   this rank's parts of weight, exp_avg and exp_avg_sq, buffers, generator states
 
-It loads in any topology: a rank reads the parts of saved boxes that intersect its own. Nothing is pickled. A checkpoint
-is complete when its manifest exists: files are written into `step-40.tmp` and flushed, hashes are exchanged, the
-manifest is written last, and the folder renamed.
+`writing` saves it, this module loads it, in any topology: a rank reads the manifest and, of the files, what it needs.
+Nothing is pickled. A checkpoint is complete when its manifest exists: files are written into `step-40.tmp` and flushed,
+the manifest is written last, and the folder renamed.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, groupby, zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,11 @@ import torch
 from torch import Tensor
 
 from threed import collectives
-from threed.atomic import building_place, publish, write_text
 from threed.checkpoint import fit
 from threed.checkpoint.extras import Extras
-from threed.checkpoint.files import CheckpointError, begin, plain, stream_tensors
-from threed.checkpoint.manifest import FORMAT, VERSION, check_structure, digest, file_of
+from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import MANIFEST as MANIFEST
+from threed.checkpoint.manifest import parts_of
 from threed.checkpoint.manifest import read_manifest as read_manifest
 from threed.checkpoint.manifest import verify as verify
 from threed.checkpoint.reading import Reader
@@ -37,95 +34,7 @@ from threed.resolution import resolve_model
 from threed.sharding import Box, Piece, slices
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import PREVIOUS, WEIGHT, Record, fill, read, records
-
-# ----------------------------------------------------------------------------------------------------------- saving
-
-
-def save(
-    path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any], extras: Extras
-) -> Path:
-    """Writes the checkpoint folder `path`, whole or not at all. Collective; CheckpointError on every rank alike."""
-    everyone, building = topology.axis("world"), building_place(path)
-    optimizer.settle()  # a run that goes on from here and one that resumes see the same parameters
-    extras.ready()
-    mine = [record for record in records(optimizer) if record.owned]
-    beside = extras.entries()
-    nbytes = sum(record.nbytes for record in mine) + sum(tensor.nbytes for tensor in beside[1].values())
-    sizes = collectives.exchange(nbytes, everyone)
-    problem = _prepare(path, sum(sizes)) if everyone.index == 0 else None
-    _agree(collectives.exchange(problem, everyone), building, everyone)
-    entry = _write_mine(building, everyone.index, optimizer, mine, *beside)
-    entries = collectives.exchange(entry, everyone)
-    _agree([e.get("error") for e in entries], building, everyone)
-    problem = None
-    if everyone.index == 0:
-        counters = {"updates": float(optimizer.updates), "skips": float(optimizer.skips), **optimizer.scaler.state()}
-        body = _manifest(config, topology, {**state, **counters}, entries)
-        problem = _publish(building, path, body)
-    _agree(collectives.exchange(problem, everyone), building, everyone)
-    return path
-
-
-def _prepare(path: Path, needed: int) -> str | None:
-    try:
-        begin(path, MANIFEST, "checkpoint", needed)
-    except (OSError, CheckpointError) as error:
-        return str(error)
-    return None
-
-
-def _write_mine(
-    building: Path, rank: int, optimizer: Optimizer, mine: list[Record], said: dict[str, Any], beside: dict[str, Tensor]
-) -> dict[str, Any]:
-    """Writes this rank's file; returns its entry of the manifest, or the error."""
-    file = file_of(rank)
-    about = {str(number): (record.dtype, record.box.size) for number, record in enumerate(mine)}
-    about |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in beside.items()}
-    boxes = [[r.part, r.piece.name, r.piece.shape, r.box.start, r.box.size] for r in mine]
-    if not about:
-        return {"boxes": []}
-    try:
-        tensors = chain((values for _, values in read(optimizer, mine)), beside.values())
-        digest = stream_tensors(building / file, about, tensors)
-        return {"file": file, "sha256": digest, "size": (building / file).stat().st_size, "boxes": boxes, **said}
-    except OSError as error:
-        return {"error": f"rank {rank} could not write {building / file}: {error}"}
-
-
-def _agree(problems: list[str | None], building: Path, everyone: Axis) -> None:
-    """Raises on every rank if any rank failed, after removing what was written."""
-    found = [problem for problem in problems if problem]
-    if found:
-        if everyone.index == 0:
-            shutil.rmtree(building, ignore_errors=True)
-        collectives.barrier(everyone)
-        raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
-
-
-def _manifest(
-    config: Config, topology: Topology, state: Mapping[str, Any], entries: list[dict[str, Any]]
-) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "config": config.model_dump(mode="json"),
-        "topology": topology.sizes,
-        "state": state,
-        "files": [entry for entry in entries if "file" in entry],
-    }
-
-
-def _publish(building: Path, path: Path, manifest: dict[str, Any]) -> str | None:
-    try:
-        body = json.loads(json.dumps(manifest))  # as it will be read: JSON has neither tuples nor numbers as keys
-        check_structure(body)  # what could not be read must not count as saved
-        write_text(building / MANIFEST, json.dumps({**body, "sha256": digest(body)}))
-        publish(building, path)
-    except (OSError, TypeError, ValueError, RecursionError, CheckpointError) as error:  # `extra` is the caller's
-        return f"could not finish {path}: {error}"
-    return None
-
+from threed.zero.records import PREVIOUS, WEIGHT, Record, fill_in_place, read, records
 
 # ---------------------------------------------------------------------------------------------------------- reading
 
@@ -147,15 +56,15 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     kept = {name: parts - {PREVIOUS} for name, parts in reader.parts.items()}
     fresh = {name for name in here.trained if kept[name] == {WEIGHT}} if optimizer.rule.state_names else set()
     wanted = (r for r in records(optimizer) if r.part in (WEIGHT, PREVIOUS) or r.piece.name not in fresh)
-    gaps = (reader.gap(reader.stands_for(r.part, r.piece.name), r.piece.name, r.box.start, r.box.size) for r in wanted)
-    _refuse([f"{path}: {gap}" for gap in gaps if gap][:10], everyone)  # before anything is overwritten
+    _refuse(_unreadable(path, reader, wanted, extras), everyone)  # before anything is overwritten
 
-    def source(part: str, piece: Piece, box: Box) -> Tensor:
+    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
         if part not in (WEIGHT, PREVIOUS) and piece.name in fresh:
-            return torch.zeros(box.size)
-        return reader.box(reader.stands_for(part, piece.name), piece.name, box.start, box.size)
+            out.zero_()
+        else:
+            reader.into(reader.stands_for(part, piece.name), piece.name, box.start, box.size, out)
 
-    fill(optimizer, source)
+    fill_in_place(optimizer, write)
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
     _tell(topology.rank, reader, here, fresh)
@@ -165,7 +74,19 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     optimizer.updates.fill_(state["updates"])
     optimizer.skips.fill_(state["skips"])
     optimizer.scaler.restore(state)
+    reader.close()
     return state
+
+
+def _unreadable(path: Path, reader: Reader, wanted: Iterable[Record], extras: Extras) -> list[str]:
+    """Returns why some of the boxes that this rank wants, or its buffers, cannot be read; the first reason."""
+    try:
+        for r in wanted:
+            reader.check(reader.stands_for(r.part, r.piece.name), r.piece.name, r.box.start, r.box.size)
+        reader.check_buffers(extras.buffers.persistent())
+    except CheckpointError as error:
+        return [str(error) if str(path) in str(error) else f"{path}: {error}"]
+    return []
 
 
 def _checked(
@@ -233,7 +154,7 @@ def optimizer_differences(manifest: Mapping[str, Any], config: Config, parts: Se
     saved, wanted = manifest["config"]["optim"]["name"], config.optim.name
     if saved == wanted:
         return []
-    kept = sorted({part for entry in manifest["files"] for part, *_ in entry["boxes"]} - {WEIGHT, PREVIOUS})
+    kept = sorted(parts_of(manifest) - {WEIGHT, PREVIOUS})
     there, here = (", ".join(names) or "nothing" for names in (kept, parts))
     fix = f"resume with --optim.name {saved}, or start anew with --checkpoint.resume none"
     return [

@@ -1,0 +1,254 @@
+"""Writes a native checkpoint in three phases, of which only the first needs the ranks to talk to each other.
+
+    saving = prepare(path, optimizer, topology, config, state, extras)    collective: folder, space, who writes what
+    saving.write(values for _, values in read(optimizer, saving.records)) this rank's file; safe in another thread
+    saving.commit()                                                       the first rank publishes the folder
+    saving.agree()                                                        collective: raises on all ranks alike
+
+`write` takes any tensors with the values of `saving.records`, in that order. It leaves what the manifest says of this
+rank in a small file of the unfinished folder, an error too: so the first rank can wait for all of them, and publish,
+in a thread of its own while training goes on. `save` is the four in a row.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threed import collectives
+from threed.atomic import building_place, publish, write_text
+from threed.checkpoint.extras import Extras
+from threed.checkpoint.files import DTYPES, CheckpointError, begin, plain, stream_tensors
+from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, check_structure, digest, file_of
+from threed.checkpoint.sections import Held, Section, held
+from threed.config import Config
+from threed.topology import Axis, Topology
+from threed.zero.optimizer import Optimizer
+from threed.zero.records import Extent, read
+
+PATIENCE_S = 600.0  # how long the first rank waits for another one that writes
+POLL_S = 0.02
+
+
+def save(
+    path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any], extras: Extras
+) -> Path:
+    """Writes the checkpoint folder `path`, whole or not at all. Collective; CheckpointError on every rank alike."""
+    saving = prepare(path, optimizer, topology, config, state, extras)
+    saving.write(values for _, values in read(optimizer, saving.records))
+    saving.agree()  # here, a rank that has died is noticed at once
+    saving.commit()
+    saving.agree()
+    return path
+
+
+def prepare(
+    path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any], extras: Extras
+) -> Saving:
+    """Makes the unfinished folder and returns what this rank is to write. Collective; CheckpointError on every rank."""
+    everyone = topology.axis("world")
+    optimizer.settle()  # a run that goes on from here and one that resumes see the same parameters
+    extras.ready()
+    mine = held(optimizer)
+    said, values = extras.entries()
+    beside = {key: value.to("cpu", copy=True) for key, value in values.items()}  # the next step may change them
+    nbytes = sum(h.nbytes for h in mine) + sum(tensor.nbytes for tensor in beside.values())
+    needed = sum(collectives.exchange(nbytes, everyone))
+    problem, token = _begin(path, needed) if everyone.index == 0 else (None, "")
+    problem, token = collectives.exchange([problem, token], everyone)[0]
+    counters = {"updates": float(optimizer.updates), "skips": float(optimizer.skips), **optimizer.scaler.state()}
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "config": config.model_dump(mode="json"),
+        "topology": topology.sizes,
+        "state": {**state, **counters},
+    }
+    described = mine if topology.axis("dp").index == 0 else []
+    mine = [h for h in mine if h.number is not None]
+    saving = Saving(path, everyone, token, mine, described, said, beside, head, problem)
+    saving.agree()
+    return saving
+
+
+def _begin(path: Path, needed: int) -> tuple[str | None, str]:
+    try:
+        begin(path, MANIFEST, "checkpoint", needed)
+    except (OSError, CheckpointError) as error:
+        return str(error), ""
+    return None, secrets.token_hex(8)
+
+
+@dataclass(eq=False)
+class Saving:
+    """A checkpoint in the making, as one rank has it.
+
+    token: tells this save from earlier ones of the folder. mine: what this rank writes of the optimizer's state.
+    described: the sections that it describes, for all that hold them. beside: what it writes besides, as `said`.
+    head: the manifest without sections and files. problem: what went wrong here, so far.
+    """
+
+    path: Path
+    everyone: Axis
+    token: str
+    mine: list[Held]
+    described: list[Held]
+    said: dict[str, Any]
+    beside: dict[str, Tensor]
+    head: dict[str, Any]
+    problem: str | None = None
+
+    @property
+    def records(self) -> list[Extent]:
+        """What this rank writes of the optimizer's state, in order."""
+        return [extent for h in self.mine for extent in h.extents()]
+
+    @property
+    def building(self) -> Path:
+        """The unfinished folder."""
+        return building_place(self.path)
+
+    @property
+    def file(self) -> Path:
+        """Where this rank writes its tensors."""
+        return self.building / file_of(self.everyone.index)
+
+    def write(self, values: Iterable[Tensor]) -> str | None:
+        """Writes this rank's file, flushed to the disk; returns what went wrong. No collective.
+
+        values: those of `records`, in order. What else they raise than OSError and CheckpointError is raised here.
+        """
+        rank = self.everyone.index
+        try:
+            self._leave(self._entry(values))
+        except OSError as error:
+            self._fail(f"rank {rank} could not write {self.file}: {error}")
+        except CheckpointError as error:
+            self._fail(f"rank {rank}: {error}")
+        except BaseException as error:
+            self._fail(f"rank {rank} could not write {self.file}: {type(error).__name__}: {plain(error)}")
+            raise
+        return self.problem
+
+    def _entry(self, values: Iterable[Tensor]) -> dict[str, Any]:
+        """Writes the file; returns what the first rank needs to know: its entry of the manifest, and sections."""
+        sections = [[h.section.about, h.shapes] for h in self.described]
+        about: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+        about = {str(key): (DTYPES[h.section.dtype], (h.numel,)) for key, h in enumerate(self.mine)}
+        about |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in self.beside.items()}
+        if not about:
+            return {"sections": sections}
+        holds = [[h.section.digest, h.number] for h in self.mine]
+        metadata = {str(key): f"{digest} {number}" for key, (digest, number) in enumerate(holds)}
+        tree = stream_tensors(self.file, about, self._stream(values), metadata)
+        entry = {"file": self.file.name, "tree": tree, "size": self.file.stat().st_size, "holds": holds, **self.said}
+        return {"sections": sections, "entry": entry}
+
+    def _stream(self, values: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yields all tensors of the file; a section of which this rank has no element is an empty one."""
+        given = iter(values)
+        for h in self.mine:
+            left = h.numel
+            if left == 0:
+                yield torch.empty(0, dtype=DTYPES[h.section.dtype])
+            while left > 0 and (tensor := next(given, None)) is not None:
+                left -= tensor.numel()
+                yield tensor
+        yield from chain(given, self.beside.values())
+
+    def _fail(self, problem: str) -> None:
+        self.problem = problem
+        with suppress(OSError):
+            self.file.unlink(missing_ok=True)  # a full disk then has room for the few bytes that say so
+        with suppress(OSError):
+            self._leave({"error": problem})
+
+    def _leave(self, entry: Mapping[str, Any]) -> None:
+        """Leaves this rank's entry for the first rank: by a rename, so that it is never seen in part."""
+        place = self._entry_file(self.everyone.index)
+        scratch = place.with_suffix(".part")
+        scratch.write_text(json.dumps(entry))
+        scratch.rename(place)
+
+    def _entry_file(self, rank: int) -> Path:
+        return self.building / f"entry-{rank:05d}-{self.token}.json"
+
+    def commit(self, patience: float = PATIENCE_S) -> str | None:
+        """Publishes the folder once every rank has written its part, if this is the first rank; returns what went
+        wrong. No collective. patience: seconds to wait for the others."""
+        if self.everyone.index == 0 and self.problem is None:
+            try:
+                self._publish(self._entries(time.monotonic() + patience))
+            except (
+                OSError,
+                TypeError,
+                ValueError,
+                RecursionError,
+                CheckpointError,
+            ) as error:  # of the caller's `extra`
+                self.problem = (
+                    str(error) if isinstance(error, CheckpointError) else f"could not finish {self.path}: {error}"
+                )
+        if self.everyone.index == 0 and self.problem is not None:
+            shutil.rmtree(self.building, ignore_errors=True)
+        return self.problem
+
+    def _entries(self, end: float) -> list[dict[str, Any]]:
+        """Returns the entries of all ranks; CheckpointError with what they could not do, or if one does not come."""
+        found: list[dict[str, Any]] = []
+        for rank in range(self.everyone.size):
+            file = self._entry_file(rank)
+            while not file.exists():
+                if time.monotonic() > end:
+                    raise CheckpointError(f"rank {rank} has not written its part of {self.path} in time")
+                time.sleep(POLL_S)
+            found.append(json.loads(file.read_text()))
+            file.unlink()
+        problems = [entry["error"] for entry in found if "error" in entry]
+        if problems:
+            raise CheckpointError("; ".join(problems))
+        return found
+
+    def _publish(self, entries: list[dict[str, Any]]) -> None:
+        body = json.loads(json.dumps({**self.head, **_joined(entries)}))  # as it will be read: JSON has no tuples
+        try:
+            check_structure(body)  # what could not be read must not count as saved
+        except CheckpointError as error:
+            raise CheckpointError(f"could not finish {self.path}: {error}") from None
+        write_text(self.building / MANIFEST, json.dumps({**body, "sha256": digest(body)}))
+        publish(self.building, self.path)
+
+    def agree(self) -> None:
+        """Raises CheckpointError on every rank if any has a problem, after removing what was written. Collective."""
+        found = list(dict.fromkeys(p for p in collectives.exchange(self.problem, self.everyone) if p))
+        if found:
+            if self.everyone.index == 0:
+                shutil.rmtree(self.building, ignore_errors=True)
+            collectives.barrier(self.everyone)
+            raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
+
+
+def _joined(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns shapes, sections and files of a manifest, from what every rank left."""
+    shapes: dict[str, Any] = {}
+    sections: dict[str, Any] = {}  # by digest: ranks that hold copies of each other say the same
+    for entry in entries:
+        for about, some in entry["sections"]:
+            sections.setdefault(Section(about).digest, about)
+            shapes |= some
+    numbers = {digest: number for number, digest in enumerate(sections)}
+    files = [entry["entry"] for entry in entries if "entry" in entry]
+    for file in files:
+        file["holds"] = [[numbers[digest], number] for digest, number in file["holds"]]
+    return {"shapes": shapes, "sections": list(sections.values()), "files": files}
