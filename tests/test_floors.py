@@ -24,6 +24,7 @@ FLOORS = {
     "threed.atomic": 0,
     "threed.checks": 0,
     "threed.param_groups": 0,
+    "threed.parse": 0,
     "threed.values": 0,
     "threed.native": 0,
     "threed.schedules": 0,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from threed.atomic import building_place, sync
+from threed.parse import plain as plain
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
@@ -27,11 +28,6 @@ _NAMES = {
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read, with the file and what to do."""
-
-
-def plain(text: object) -> str:
-    """Returns text of a stranger's as one line of ASCII that is safe to print, cut at 500 characters."""
-    return str(text)[:500].encode("unicode_escape").decode()
 
 
 def stream_tensors(
