@@ -48,6 +48,7 @@ FLOORS = {
     "threed.checkpoint": 5,
     "threed.data": 5,
     "threed.monitor": 5,
+    "threed.pretrained": 6,
     "threed.ds_config": 5,
     "threed.batches": 6,
     "threed.drawing": 6,

@@ -33,12 +33,13 @@ class CheckpointError(RuntimeError):
 def stream_tensors(
     path: Path,
     about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    tensors: Iterable[Tensor],
+    tensors: Iterable[Tensor | Iterable[Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> str:
     """Writes a safetensors file, flushed to the disk, from tensors that come one by one; returns its sha256 in hex.
 
-    about: dtype and shape of each, by name. OSError when it cannot be written, ValueError for other tensors than those.
+    about: dtype and shape of each, by name. tensors: each whole, or its rows in order, some at a time. OSError when it
+    cannot be written, ValueError for other tensors than those.
     """
     digest = hashlib.sha256()
     with path.open("wb") as file:
@@ -50,7 +51,9 @@ def stream_tensors(
 
 
 def _parts(
-    about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor], metadata: Mapping[str, str]
+    about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensors: Iterable[Tensor | Iterable[Tensor]],
+    metadata: Mapping[str, str],
 ) -> Iterator[bytes | memoryview]:
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -61,9 +64,28 @@ def _parts(
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for (name, wanted), tensor in zip(about.items(), tensors, strict=True):
-        if (tensor.dtype, tuple(tensor.shape)) != wanted:
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {wanted}")
-        yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        whole, rows = isinstance(tensor, Tensor), 0
+        for part in (tensor,) if isinstance(tensor, Tensor) else tensor:
+            shape = tuple(part.shape) if whole else (wanted[1][0], *part.shape[1:])
+            if (part.dtype, shape) != wanted:
+                raise ValueError(f"{name} is {part.dtype} {tuple(part.shape)}, announced as {wanted}")
+            rows += 0 if whole else part.shape[0]
+            yield part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        if not whole and rows != wanted[1][0]:
+            raise ValueError(f"{name} has {rows} rows, announced as {wanted}")
+
+
+def cut(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Returns names in order, cut into files of at most `limit` bytes; what is larger has a file of its own."""
+    files: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if files[-1] and used + size > limit:
+            files.append([])
+            used = 0
+        files[-1].append(name)
+        used += size
+    return files
 
 
 def sha256(path: Path) -> str:
