@@ -60,14 +60,13 @@ def test_convert_copies_no_tokenizer_but_that_of_the_run(step: Path, tmp_path: P
 
 
 def test_convert_refuses_with_the_fix(step: Path, tmp_path: Path) -> None:
-    exported = convert(step, tmp_path / "hf")
     run = tmp_path / "run"
     shutil.copytree(step, run / "checkpoints" / "step-2")
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for src, dst, options, problem in [
-        (exported, "back", {}, "importing Hugging Face checkpoints is not in this version"),
+        (step, "back", {"to": "native"}, "is a native checkpoint already"),
         (run, "x", {}, "did you mean .*checkpoints/step-2"),
         (run / "checkpoints", "x", {}, "did you mean .*checkpoints/step-2"),
         (tmp_path / "empty", "x", {}, "neither manifest.json nor config.json"),

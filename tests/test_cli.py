@@ -60,7 +60,7 @@ def test_train_takes_the_flags_of_training_and_an_architecture(
     assert "threed train bert: no such architecture; there are gpt, llama, mistral" in capsys.readouterr().err
     for tool in ("train", "plan"):  # the preset has another
         assert main([tool, "llama", "--preset", "tiny", *dry]) == 2
-        assert "trains llama, and the preset or file says model.arch gpt: add --model" in capsys.readouterr().err
+        assert "trains llama, and the preset, file or folder says model.arch gpt: add" in capsys.readouterr().err
     assert main(["train", "llama", "--preset", "tiny", "--model.arch=llama", *dry]) == 0
     assert "model      llama," in capsys.readouterr().out
 

@@ -14,6 +14,7 @@ import os
 import random
 import re
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -212,10 +213,10 @@ def train_theirs(module: nn.Module, eps: float) -> Trained:
     return losses, norms, dict(module.state_dict())
 
 
-def train_ours(cases: list[tuple[ModelConfig, dict[str, Tensor], str, float]]) -> list[Trained]:
-    """The same of our engine on 2 pipeline x 2 tensor ranks, from these weights."""
+def train_ours(cases: list[tuple[ModelConfig, Path, str, float]]) -> list[Trained]:
+    """The same of our engine on 2 pipeline x 2 tensor ranks, from these folders."""
     found = []
-    for model, weights, dtype, eps in cases:
+    for model, folder, dtype, eps in cases:
         config = Config.model_validate({
             "parallel": {"pp": 2, "tp": 2},
             "precision": {"dtype": dtype},
@@ -224,7 +225,7 @@ def train_ours(cases: list[tuple[ModelConfig, dict[str, Tensor], str, float]]) -
             "optim": {"warmup": 0, "schedule": "constant", "lr": LR, "eps": eps},
         })  # fmt: skip
         engine = engine_of(resolve(config, VOCAB, 4))
-        engine.load_full_state_dict(weights)
+        engine.load(folder)
         metrics = [engine.step(share(batch(step), engine.topology)) for step in range(STEPS)]
         found.append(
             ([float(m.loss) for m in metrics], [float(m.grad_norm) for m in metrics], engine.full_state_dict())
@@ -232,13 +233,14 @@ def train_ours(cases: list[tuple[ModelConfig, dict[str, Tensor], str, float]]) -
     return found
 
 
-def test_training_from_their_weights_equals_training_their_module() -> None:
+def test_training_from_their_folder_equals_training_their_module(tmp_path: Path) -> None:
     cases, wants = [], []
     for name, (dtype, eps, _) in itertools.product(TRAINED, PRECISIONS):
         module = theirs(name, DTYPES[dtype])
         model = model_of(module.config.to_dict())
         state = {key: value for key, value in module.state_dict().items() if key != "lm_head.weight" or not model.tied}
-        cases.append((model, hf_to_state_dict({k: v.clone() for k, v in state.items()}, model), dtype, eps))
+        cases.append((model, tmp_path / f"{name} {dtype}", dtype, eps))
+        module.save_pretrained(cases[-1][1])
         with without_fp32(module) if dtype == "fp64" else ExitStack():
             losses, norms, after = train_theirs(module, eps)
         wants.append((losses, norms, hf_to_state_dict({key: after[key] for key in state}, model)))

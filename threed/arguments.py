@@ -13,7 +13,6 @@ import difflib
 import json
 import shutil
 import textwrap
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from threed.architectures.rope_scaling import RopeScaling
 from threed.checks import find_problems
 from threed.config import Config, ConfigError, key_name, python_name
 from threed.param_groups import ParamGroup
+from threed.parse import ParseError, read_toml
 from threed.values import Takes
 
 GROUPS: Mapping[str, type[BaseModel]] = {
@@ -224,9 +224,9 @@ def _preset_names(presets: Path) -> list[str]:
 
 def _read_toml(path: Path, draft: _Draft) -> None:
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        draft.problems.append(f"{path}: not readable as TOML: {error}; correct it there")
+        tables = read_toml(path)
+    except ParseError as error:
+        draft.problems.append(f"{error}; correct it there")
         draft.complete = False
         return
     for group, keys in tables.items():

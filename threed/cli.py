@@ -4,7 +4,7 @@ threed train gpt --preset tiny                                 on one process; o
 threed schedule 1f1b --stages 4 --microbatches 8 [--svg FILE] [--csv FILE] [--json]     1f1b, FILE.py:NAME or FILE.csv
 threed plan --world-size 8 --preset small --parallel.tp 2      what a run would take; flags as for training
 threed tokenize SRC DST [--tokenizer bytes]                    text -> Megatron .bin/.idx
-threed convert SRC DST [--dtype bf16]                          native checkpoint -> Hugging Face folder
+threed convert SRC DST [--dtype bf16]                          native checkpoint -> Hugging Face folder, and back
 threed inspect [CHECKPOINT]                                    versions and devices; or a checkpoint, verified
 threed report RUN                                              draws a run's figures again
 threed verify FILE.py:NAME [--topologies tp2,pp2] [--json]     is a model of one's own the same in every topology?
@@ -72,10 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("src")
     sub.add_argument("dst", help="prefix of the .bin and .idx to write")
     sub.add_argument("--tokenizer", default="bytes", help="bytes (default), or the path of a tokenizer.json")
-    sub = tool("convert", "turns a native checkpoint into a Hugging Face folder", _convert)
+    sub = tool("convert", "turns a native checkpoint into a Hugging Face folder, and back", _convert)
     sub.add_argument("src", type=Path)
     sub.add_argument("dst", type=Path)
-    sub.add_argument("--tokenizer", help="bytes, a tokenizer.json, or none; default: the one it was trained with")
+    sub.add_argument("--to", choices=["native", "hf"], help="what DST is to be; default: the other one than SRC is")
+    sub.add_argument("--tokenizer", help="bytes, a tokenizer.json, or none; default: the folder's, or the run's")
     sub.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default=None, help="format of the weights")
     sub = tool("inspect", "shows versions and devices, or what is in a checkpoint, all hashes verified", _inspect)
     sub.add_argument("checkpoint", type=Path, nargs="?")
@@ -169,7 +170,7 @@ def _tokenize(a: argparse.Namespace) -> None:
 def _convert(a: argparse.Namespace) -> None:
     from threed.checkpoint.convert import convert
 
-    print(convert(a.src, a.dst, tokenizer=a.tokenizer, dtype=a.dtype))
+    print(convert(a.src, a.dst, tokenizer=a.tokenizer, dtype=a.dtype, to=a.to))
 
 
 def _inspect(a: argparse.Namespace) -> None:

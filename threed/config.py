@@ -252,7 +252,9 @@ class CheckpointConfig(_Group):
     keep: Count = Field(2, description="newest good checkpoints kept")
     async_: Switch = Field(False, description="write while training goes on")
     resume: Text = Field(
-        "auto", description="auto: the run's newest good checkpoint if any; none; or a checkpoint's path"
+        "auto",
+        description="auto: the run's newest good checkpoint if any; none; or the path of a checkpoint, or of a Hugging"
+        " Face folder, which says what the model is",
     )
     export_hf: Switch = Field(False, description="write a Hugging Face folder at the end")
 

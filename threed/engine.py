@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from threed import buffers, collectives
 from threed.batches import Batch, Batches
-from threed.checkpoint import fit, native, writing
+from threed.checkpoint import fit, hf_import, native, writing
 from threed.checkpoint.extras import Extras
+from threed.checkpoint.hf_folder import is_hf_folder
 from threed.checks import find_refusals
 from threed.config import Config, ConfigError
 from threed.drawing import draw
@@ -346,10 +347,12 @@ class Engine:
         return writing.save(Path(path), self.optimizer, self.topology, self.config, state, self.extras)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Takes weights, moments, buffers and counters from a checkpoint of any topology; gives back what was saved as
-        extra. CheckpointError, before anything is overwritten, when names or shapes are another model's."""
+        """Takes weights, moments, buffers and counters from a checkpoint of any topology, or weights alone from a
+        Hugging Face folder; gives back what was saved as extra. CheckpointError, before anything is overwritten, when
+        names or shapes are another model's."""
         self._take_in()
-        state = native.load(Path(path), self.optimizer, self.topology, self.config, self.extras)
+        read = hf_import.load if is_hf_folder(Path(path)) else native.load
+        state = read(Path(path), self.optimizer, self.topology, self.config, self.extras)
         self.steps, self.consumed = int(state["steps"]), int(state["consumed"])
         self.reducer.restore(state.get("uses", {}))
         if self.optimizer.unused is not None:

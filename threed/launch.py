@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from threed import collectives, device, models
+from threed import collectives, device, models, pretrained
 from threed.arguments import Options, format_problems, help_text, load, load_checked
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, check_space
+from threed.checkpoint.hf_folder import is_hf_folder
 from threed.checkpoint.retention import after_restart, candidates
 from threed.checkpoint.run_folder import RunFolderError
 from threed.checks import find_problems
@@ -32,6 +33,7 @@ from threed.forecast import Forecast, checkpoint_bytes
 from threed.layers import Slicing
 from threed.memory.io import SwapError
 from threed.monitor import process
+from threed.pretrained import Pretrained
 from threed.resolution import resolve
 from threed.topology import Topology
 from threed.trainer import Trainer, resuming_flags
@@ -62,7 +64,9 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     local_world = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
     try:
-        config, options = _load(argv, defaults, world, local_world)
+        start = pretrained.find(argv, defaults)
+        flags, groups = (argv, defaults) if start is None else ([*start.flags, *argv], start.defaults)
+        config, options = _load(flags, groups, world, local_world)
         if options.help:
             return _say(help_text(config, prog))
         _check_arch(config, argv, defaults, prog)
@@ -72,7 +76,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         forecast = _forecast(config, world, options.dry_run)
     except ConfigError as error:
         return refuse(format_problems(error.problems))
-    problems = _problems_here(config, forecast)
+    problems = _problems_here(config, forecast) + ([] if start is None or _local_rank() else start.problems())
     if options.dry_run:  # of a run on another machine, perhaps: what is in the way on this one is only said
         text = [] if forecast is None else [forecast.text()]
         return _say("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
@@ -82,7 +86,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         return refuse(format_problems(problems))
     try:
         cut_later = config.parallel.partition == "measured"  # by the ranks' times: the trainer makes the forecast then
-        _train(config, data, [*prog.split(), *argv], None if cut_later else forecast)
+        _train(config, data, [*prog.split(), *_words(argv, config, start)], None if cut_later else forecast)
         code = 0
     except (CheckpointError, RunFolderError) as error:  # the same on every rank
         code = refuse(f"threed: {error}")
@@ -90,7 +94,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         print(f"threed: {error}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_how_to_go_on(config)) from None
+        raise KeyboardInterrupt(_how_to_go_on(config, start)) from None
     collectives.leave(code)
     return code
 
@@ -113,11 +117,18 @@ def _train(config: Config, data: Data, words: list[str], forecast: Forecast | No
         raise
 
 
-def _how_to_go_on(config: Config) -> str:
+def _words(argv: list[str], config: Config, start: Pretrained | None) -> list[str]:
+    """The flags that go on with a run; of one that began from a folder, which said what its model is, all its keys."""
+    return argv if start is None else ["--config", str(Path(config.run.dir or "runs") / "config.toml")]
+
+
+def _how_to_go_on(config: Config, start: Pretrained | None) -> str:
     newest = next(candidates(Path(config.run.dir or "runs"), "auto"), None)
     if newest is None:
         return "nothing was saved yet"
     more = resuming_flags(config)
+    if start is not None:
+        return f"{' '.join([*_words([], config, start), *more])} resumes from {newest}"
     return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"
 
 
@@ -125,7 +136,7 @@ def _check_arch(config: Config, argv: list[str], defaults: Mapping[str, Mapping[
     """Refuses another architecture in the preset or file than the one that was asked for by name."""
     named, found = defaults.get("model", {}).get("arch"), config.model.arch
     if named not in (None, found) and not any(word.split("=")[0] == "--model.arch" for word in argv):
-        which = f"the preset or file says model.arch {found}: add --model.arch {found}, or --model.arch {named}"
+        which = f"the preset, file or folder says model.arch {found}: add --model.arch {found}, or --model.arch {named}"
         raise ConfigError([f"{prog} trains {named}, and {which}"])
 
 
@@ -248,8 +259,11 @@ def _disk_problems(folder: Path, forecast: Forecast | None) -> list[str]:
 def _resume_problems(folder: Path, config: Config) -> list[str]:
     """Whether what would be resumed is there and has this model's shape; damage is found when it is read."""
     resume = after_restart(folder, config.checkpoint.resume)
+    if is_hf_folder(Path(resume)):
+        return []  # looked at already
     if resume not in ("auto", "none") and not os.path.exists(Path(resume) / native.MANIFEST):
-        return [f"--checkpoint.resume {resume}: no checkpoint is there (no {native.MANIFEST}); give a step-N folder"]
+        where = f"--checkpoint.resume {resume}: no checkpoint is there (no {native.MANIFEST}, no config.json)"
+        return [f"{where}; give a step-N folder, or one of Hugging Face's"]
     for path in candidates(folder, resume):
         try:
             return native.model_differences(native.read_manifest(path), config)

@@ -34,6 +34,7 @@ from threed.device import is_accelerator, memory_bytes, processor
 from threed.footprint import example, trace
 from threed.layers import Slicing
 from threed.models import Model
+from threed.parse import parse_json
 from threed.pipeline import activation_checkpointing, compiling
 from threed.pipeline.timing import Timer
 from threed.pipeline.trace import LayerCost, TraceError
@@ -141,14 +142,14 @@ class Entry:
     def read(self) -> tuple[list[list[float]] | None, str]:
         """The times, or None; and what is wrong with a file that is there."""
         try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
+            data = parse_json(self.path.read_bytes(), str(self.path))
             times = [[float(part) for part in layer] for layer in data["times"]]
             fits = len(times) == len(self.identity["layers"]) and all(len(layer) == 3 for layer in times)
             if data["identity"] != self.identity or not fits or not all(0 <= t < 1e6 for row in times for t in row):
                 raise ValueError("it holds something else")
         except FileNotFoundError:
             return None, ""
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             return None, f"{self.path} is broken ({error}): layers were timed again"
         if data.get("made_by") != self.made_by:
             return None, f"{self.path} is of {_listed(data.get('made_by'))}: layers were timed again"

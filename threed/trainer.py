@@ -21,6 +21,7 @@ from threed.arguments import to_toml
 from threed.batches import Batch
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf import export_hf
+from threed.checkpoint.hf_folder import is_hf_folder
 from threed.checkpoint.retention import Retention, after_restart, candidates, job_name
 from threed.checkpoint.run_folder import owned, probe
 from threed.config import Config
@@ -149,7 +150,8 @@ class Trainer:
         for problem in self.extra.get("problems", ()):
             note(f"skipped a checkpoint: {problem}")
         if "path" in self.extra:
-            note(f"resumed    {self.extra['path']}")
+            begun = is_hf_folder(self.extra["path"])
+            note(f"{'begun from' if begun else 'resumed   '} {self.extra['path']}{', with moments of zero' * begun}")
         if aside:
             note(f"set aside  {aside}: this run starts at step {self.engine.steps}")
         if self.extra.get("data_sha256", self.data.sha256) != self.data.sha256:

@@ -90,5 +90,6 @@ register(
         gated=False,
         learned_positions=True,
         layer_pattern="f",
+        buffers=(f"{_H}.attn.bias", f"{_H}.attn.masked_bias"),
     )
 )

@@ -65,7 +65,8 @@ class Architecture:
     written: the same, but never refused; accepted: keys that do not change what is computed; window: how it says which
     layers have one; local: whether layers with a window have rotary angles of their own, and absent_theta the base of
     the others where it says none; scalings: other names of scalings of rotary angles; original_positions: of these,
-    where it says none, if it says so beside the scaling.
+    where it says none, if it says so beside the scaling. buffers: names of what old versions saved beside the weights,
+    though models compute it.
     """
 
     name: str
@@ -95,6 +96,12 @@ class Architecture:
     absent_theta: float = 10000.0
     scalings: Mapping[str, str] = field(default_factory=dict)
     original_positions: int | None = None
+    buffers: tuple[str, ...] = ("model.layers.{i}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+
+    @property
+    def prefix(self) -> str:
+        """What their names begin with in a model that has a head; a base model's do without."""
+        return self.rules[0].hf.partition(".")[0] + "."
 
     def resolved(self, keys: Keys) -> dict[str, Any]:
         """What keys mean that are none, those with a meaning, of the other keys."""

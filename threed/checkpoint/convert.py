@@ -1,8 +1,10 @@
 """Conversion between checkpoint formats, told apart by their files: what `threed convert SRC DST` does.
 
     convert("runs/gpt/checkpoints/step-200", "gpt-hf", dtype="bf16")      # native -> Hugging Face
+    convert("Llama-3.1-8B", "llama")                                      # and back: weights, without moments
+    convert("Llama-3.1-8B", "llama-fp16", dtype="fp16", to="hf")          # in another format, in files of 5 GB at most
 
-Needs no process group. Importing Hugging Face folders is not supported, and refused.
+Needs no process group.
 """
 
 from __future__ import annotations
@@ -11,27 +13,50 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from threed import architectures
 from threed.checkpoint import hf, native
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.hf_folder import HFFolder, is_hf_folder, read_object
+from threed.checkpoint.hf_import import import_hf
 from threed.data.tokenizer import Tokenizer, file_hashes, load_tokenizer, tokenizer_file
 
 
-def convert(src: str | Path, dst: str | Path, *, dtype: str | None = None, tokenizer: str | None = None) -> Path:
+def convert(
+    src: str | Path, dst: str | Path, *, dtype: str | None = None, tokenizer: str | None = None, to: str | None = None
+) -> Path:
     """Converts the checkpoint folder `src` into the new folder `dst`, and returns that.
 
-    dtype: of the weights, see `hf.export_hf`. tokenizer: "bytes" or the path of a tokenizer.json, "none" for an export
-    without one; None: the one that the run was trained with. Raises CheckpointError, saying what to do.
+    to: "native" or "hf"; None: the other one than `src` is. dtype: of the weights; None: as they are. tokenizer:
+    "bytes" or the path of a tokenizer.json, "none" for none; None: the folder's own, or the one that the run was
+    trained with. Raises CheckpointError, saying what to do.
     """
     src, dst = Path(src), Path(dst)
-    if kind_of(src) == "hf":
-        raise CheckpointError(
-            f"{src} is a Hugging Face folder: importing Hugging Face checkpoints is not in this version;"
-            " SRC can be a native checkpoint (checkpoints/step-N of a run)"
-        )
+    kind = kind_of(src)
+    to = to or ("native" if kind == "hf" else "hf")
     if dst.is_file() or (dst.is_dir() and any(dst.iterdir())):
         raise CheckpointError(f"{dst} exists already: give DST a name that is free, or an empty folder")
-    spec = tokenizer or _trained_with(native.read_manifest(src))
-    return hf.export_hf(src, dst, _tokenizer(spec), dtype)
+    if kind == "native":
+        if to == "native":
+            raise CheckpointError(f"{src} is a native checkpoint already: it loads in any topology as it is")
+        spec = tokenizer or _trained_with(native.read_manifest(src))
+        return hf.export_hf(src, dst, _tokenizer(spec), dtype)
+    return _from_hf(HFFolder(src), dst, to, dtype, tokenizer)
+
+
+def _from_hf(folder: HFFolder, dst: Path, to: str, dtype: str | None, spec: str | None) -> Path:
+    own = folder.path / "tokenizer.json"
+    spec = spec or (str(own.absolute()) if own.is_file() else "none")
+    tokenizer = _tokenizer(spec)
+    if to == "native":
+        path = spec if tokenizer is None or spec == "bytes" else str(tokenizer_file(spec).absolute())
+        return import_hf(folder, dst, dtype, path, tokenizer.files if tokenizer else None)
+    if problems := list(folder.problems()):
+        raise CheckpointError("; ".join(problems))
+    record = architectures.layout_of(dict(folder.model))
+    config = folder.config | {"architectures": [record.hf_class]}
+    generation = folder.path / "generation_config.json"
+    files = {generation.name: read_object(generation)} if generation.is_file() else {}
+    return hf.write_folder(dst, folder.table, folder, config, dtype, tokenizer, files)
 
 
 def kind_of(path: Path) -> str:
@@ -42,7 +67,7 @@ def kind_of(path: Path) -> str:
         raise CheckpointError(f"{path} does not exist")
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file: a checkpoint is a folder, give that")
-    if (path / "config.json").is_file() or any(path.glob("*.safetensors.index.json")):
+    if is_hf_folder(path):
         return "hf"
     inside = [file.parent for place in ("", "checkpoints/") for file in path.glob(f"{place}step-*/{native.MANIFEST}")]
     hint = (
@@ -59,7 +84,7 @@ def _trained_with(manifest: Mapping[str, Any]) -> str:
     An export copies them, and whoever wrote the checkpoint may have named any path of this machine.
     """
     spec = str(manifest["config"]["data"]["tokenizer"])
-    if spec == "bytes":
+    if spec == "bytes" or (spec == "none" and manifest["state"]["extra"].get("tokenizer") is None):
         return spec
     try:
         same = file_hashes(tokenizer_file(spec)) == manifest["state"]["extra"].get("tokenizer")

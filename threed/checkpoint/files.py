@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from threed.atomic import building_place, sync
+from threed.parse import plain as plain
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
@@ -40,11 +41,6 @@ MOST_HEADER = 10**8  # bytes, as the library has it
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read, with the file and what to do."""
-
-
-def plain(text: object) -> str:
-    """Returns text of a stranger's as one line of ASCII that is safe to print, cut at 500 characters."""
-    return str(text)[:500].encode("unicode_escape").decode()
 
 
 @cache
@@ -120,7 +116,7 @@ def stream_tensors(
 ) -> str:
     """Writes a safetensors file, flushed to the disk, from tensors that come one by one; returns its hash.
 
-    about: dtype and shape of each, by name; one of one dimension may come in several parts.
+    about: dtype and shape of each, by name; one may come in several parts, some of its rows at a time.
     OSError when it cannot be written, ValueError for other tensors than those.
     """
     digest = TreeHash()
@@ -134,7 +130,9 @@ def stream_tensors(
 
 
 def _parts(
-    about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor], metadata: Mapping[str, str]
+    about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str],
 ) -> Iterator[bytes | memoryview]:
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -151,14 +149,27 @@ def _parts(
             tensor = next(given, None)
             if tensor is None:
                 raise ValueError(f"the tensors are fewer, or shorter, than announced: {name} is not complete")
-            whole = tuple(tensor.shape) == shape
-            if tensor.dtype != dtype or not (whole or (len(shape) == tensor.dim() == 1 and tensor.numel() <= left)):
+            whole, rows = tuple(tensor.shape) == shape, tensor.dim() > 0 and tensor.shape[1:] == shape[1:]
+            if tensor.dtype != dtype or not (whole or (rows and tensor.numel() <= left)):
                 raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {(dtype, shape)}")
             left -= tensor.numel()
             complete = left == 0
             yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     if next(given, None) is not None:
         raise ValueError("more tensors than announced")
+
+
+def cut(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Returns names in order, cut into files of at most `limit` bytes; what is larger has a file of its own."""
+    files: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if files[-1] and used + size > limit:
+            files.append([])
+            used = 0
+        files[-1].append(name)
+        used += size
+    return files
 
 
 class TensorFile:

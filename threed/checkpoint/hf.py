@@ -1,34 +1,65 @@
-"""The export of native checkpoints as Hugging Face folders; `layouts` has their tensors' names and shapes.
+"""Writes Hugging Face folders, from native checkpoints or from others; `layouts` has their tensors' names and shapes.
 
     export_hf(Path("runs/gpt/checkpoints/step-200"), Path("runs/gpt/hf"), tokenizer)     # from a native checkpoint
+    write_folder(out, folder.table, folder, folder.config, dtype="bf16")                 # from an `HFFolder`
 
-In phases: check the checkpoint and every name and shape -> plan shards from shapes -> stream one tensor at a
-time -> configuration and tokenizer -> rename the folder.
+In phases: check the checkpoint and every name and shape -> plan shards from shapes -> stream some rows at a time ->
+configuration and tokenizer -> rename the folder.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from threed.atomic import building_place, publish, write_text
 from threed.checkpoint import native
-from threed.checkpoint.files import CheckpointError, begin, stream_tensors
-from threed.checkpoint.layouts import Entry, check_names, config_of, entries, our_shapes
+from threed.checkpoint.files import CheckpointError, begin, cut, stream_tensors
+from threed.checkpoint.hf_folder import slabs
+from threed.checkpoint.layouts import Entry, Shape, check_names, config_of, entries, our_shapes
 from threed.checkpoint.reading import Reader
 from threed.config import ModelConfig
 from threed.data.tokenizer import Tokenizer
 from threed.precision import DTYPES
 from threed.resolution import resolve_model
+from threed.zero.records import WEIGHT
 
 SHARD_BYTES = 5_000_000_000
+
+
+class Weights(Protocol):
+    """Where weights are read from, by our names."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the format of a tensor."""
+
+    def box(self, name: str, start: Shape, size: Shape) -> Tensor:
+        """Returns a box [*size] of a tensor."""
+
+
+class Saved:
+    """The weights of a native checkpoint, as `Weights`."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the format of a tensor."""
+        return self.reader.dtype(WEIGHT, name)
+
+    def box(self, name: str, start: Shape, size: Shape) -> Tensor:
+        """Returns a box [*size] of a tensor."""
+        return self.reader.box(WEIGHT, name, start, size)
 
 
 def export_hf(
@@ -50,12 +81,32 @@ def export_hf(
     beside = {name: shape for name, (*_, shape) in reader.buffers.items()}  # the layouts have none
     check_names({**reader.shapes, **beside}, our_shapes(table), str(checkpoint))
     _check_tokenizer(tokenizer, model)
-    to = _dtype(dtype, reader)
-    building, nbytes = building_place(out), sum(math.prod(entry.shape) for entry in table) * to.itemsize
+    ids = None if tokenizer is None else tokenizer.eot
+    more = {"bos_token_id": ids, "eos_token_id": ids}  # a document begins where another ends, as in training
+    config = config_of(model) | {"vocab_size": model.vocab, "tie_word_embeddings": bool(model.tied)} | more
+    files = {"generation_config.json": more}
+    return write_folder(out, table, Saved(reader), config | {"use_cache": True}, dtype, tokenizer, files, shard_bytes)
+
+
+def write_folder(
+    out: Path, table: Sequence[Entry], weights: Weights, config: Mapping[str, Any], dtype: str | None = None,
+    tokenizer: Tokenizer | None = None, files: Mapping[str, Any] = MappingProxyType({}),
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:  # fmt: skip
+    """Writes a Hugging Face folder of these tensors, whole or not at all.
+
+    dtype: of all; None: each as it is. files: other JSON files. Raises CheckpointError, also for values that overflow.
+    """
+    to = {entry.name: _dtype(dtype, entry, weights) for entry in table}
+    building = building_place(out)
     try:
-        begin(out, "config.json", "Hugging Face folder", nbytes)
-        _write_weights(building, table, reader, to, shard_bytes)
-        _write_configs(building, model, to, tokenizer)
+        begin(out, "config.json", "Hugging Face folder", sum(_nbytes(entry, to[entry.name]) for entry in table))
+        _write_weights(building, table, weights, to, shard_bytes)
+        name = str(to[table[0].name]).removeprefix("torch.")
+        for file, content in {"config.json": {**config, "dtype": name, "torch_dtype": name}, **files}.items():
+            write_text(building / file, json.dumps(content, indent=2) + "\n")
+        if tokenizer is not None:
+            tokenizer.save_hf(building)
         publish(building, out)
     except OSError as error:
         raise CheckpointError(f"could not write {out}: {error}") from error
@@ -83,60 +134,54 @@ def _check_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> None:
         )
 
 
-def _dtype(name: str | None, reader: Reader) -> torch.dtype:
-    if name is None:
-        return reader.dtype("weight", next(iter(reader.shapes)))
+def dtype_of(name: str) -> torch.dtype:
+    """Returns the format of this name; CheckpointError for another."""
     if name not in DTYPES:
         raise CheckpointError(f"dtype {name} is not one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
-def _write_weights(folder: Path, table: Sequence[Entry], reader: Reader, dtype: torch.dtype, shard_bytes: int) -> None:
+def _dtype(name: str | None, entry: Entry, weights: Weights) -> torch.dtype:
+    """Returns the format of an entry: of this name, else as its weights have it."""
+    if name is not None:
+        return dtype_of(name)
+    if not entry.held:
+        return torch.float32
+    return functools.reduce(torch.promote_types, [weights.dtype(ours) for ours, _ in entry.ours])
+
+
+def _nbytes(entry: Entry, dtype: torch.dtype) -> int:
+    return math.prod(entry.shape) * dtype.itemsize
+
+
+def _write_weights(
+    folder: Path, table: Sequence[Entry], weights: Weights, to: Mapping[str, torch.dtype], shard_bytes: int
+) -> None:
     """Writes one file, or numbered shards and their index."""
-    shards = _shards(table, dtype.itemsize, shard_bytes)
-    names = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
-    names = names if len(names) > 1 else ["model.safetensors"]
-    for name, shard in zip(names, shards, strict=True):
-        about = {entry.name: (dtype, entry.shape) for entry in shard}
-        tensors = (_cast(entry, entry.join(lambda ours: reader.full("weight", ours)), dtype) for entry in shard)
-        stream_tensors(folder / name, about, tensors, {"format": "pt"})
-    if len(names) > 1:
-        places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
-        total = sum(math.prod(entry.shape) for entry in table) * dtype.itemsize
+    shards = cut({entry.name: _nbytes(entry, to[entry.name]) for entry in table}, shard_bytes)
+    files = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    files = files if len(files) > 1 else ["model.safetensors"]
+    by_name = {entry.name: entry for entry in table}
+
+    def rows(name: str) -> Iterator[Tensor]:
+        entry, dtype = by_name[name], to[name]
+        for first, last in slabs(entry.shape, max(dtype.itemsize, 4)):
+            yield narrowed(name, entry.rows(weights.box, first, last), dtype)
+
+    for file, names in zip(files, shards, strict=True):
+        about = {name: (to[name], by_name[name].shape) for name in names}
+        stream_tensors(folder / file, about, chain.from_iterable(map(rows, names)), {"format": "pt"})
+    if len(files) > 1:
+        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        total = sum(_nbytes(entry, to[entry.name]) for entry in table)
         index = {"metadata": {"total_size": total}, "weight_map": places}
         write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
 
-def _shards(table: Sequence[Entry], itemsize: int, limit: int) -> list[list[Entry]]:
-    """Returns the tensors in order, cut into files of at most `limit` bytes; a larger tensor has a file of its own."""
-    shards: list[list[Entry]] = [[]]
-    used = 0
-    for entry in table:
-        size = math.prod(entry.shape) * itemsize
-        if shards[-1] and used + size > limit:
-            shards.append([])
-            used = 0
-        shards[-1].append(entry)
-        used += size
-    return shards
-
-
-def _cast(entry: Entry, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor in another format; CheckpointError if a number becomes infinite."""
     out = tensor.to(dtype)
-    if out.isinf().sum() > tensor.isinf().sum():
-        largest = torch.finfo(dtype).max
-        raise CheckpointError(
-            f"{entry.name} has values beyond {largest:.5g}, the largest of {dtype}: use another dtype"
-        )
+    largest = torch.finfo(dtype).max
+    if torch.finfo(tensor.dtype).max > largest and out.isinf().sum() > tensor.isinf().sum():
+        raise CheckpointError(f"{name} has values beyond {largest:.5g}, the largest of {dtype}: use another dtype")
     return out
-
-
-def _write_configs(folder: Path, model: ModelConfig, dtype: torch.dtype, tokenizer: Tokenizer | None) -> None:
-    name, eot = str(dtype).removeprefix("torch."), None if tokenizer is None else tokenizer.eot
-    ids = {"bos_token_id": eot, "eos_token_id": eot}  # a document begins where another ends, as in training
-    common = {"vocab_size": model.vocab, "tie_word_embeddings": bool(model.tied), "dtype": name, "torch_dtype": name}
-    config = config_of(model) | common | ids | {"use_cache": True}
-    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    write_text(folder / "generation_config.json", json.dumps(ids, indent=2) + "\n")
-    if tokenizer is not None:
-        tokenizer.save_hf(folder)

@@ -55,6 +55,20 @@ class Entry:
         parts = [read(name) for name, _ in self.ours]
         return self.turn(parts[0] if len(parts) == 1 else torch.cat(parts))
 
+    def rows(self, read: Callable[[str, Shape, Shape], Tensor], first: int, last: int) -> Tensor:
+        """Returns rows [first, last) of their tensor, from boxes of ours: `read(name, start, size)`."""
+        if not self.held:
+            return torch.zeros(last - first, *self.shape[1:])
+        if self.rule.transposed:
+            return torch.cat([read(name, (0, first), (shape[0], last - first)) for name, shape in self.ours]).t()
+        parts, at = [], 0
+        for name, shape in self.ours:
+            a, b, rest = max(first - at, 0), min(last - at, shape[0]), shape[1:]
+            if a < b:
+                parts.append(read(name, (a, *(0 for _ in rest)), (b - a, *rest)))
+            at += shape[0]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def split(self, theirs: Tensor) -> dict[str, Tensor]:
         """Returns ours, from their tensor; CheckpointError if our model has no tensor for its values."""
         if not self.held:
@@ -113,14 +127,20 @@ def _shape(words: str, letters: Mapping[str, int]) -> Shape:
 
 
 def check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: str) -> None:
-    """Raises CheckpointError for missing, unexpected and misshaped tensors, ten of them by name."""
-    problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} is unexpected" for name in found if name not in wanted]
+    """Raises CheckpointError for missing, unexpected and misshaped tensors, ten of each by name."""
+    if problems := name_problems(found, wanted):
+        raise CheckpointError(f"{what} does not fit the model's configuration: {'; '.join(problems)}")
+
+
+def name_problems(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[str]:
+    """Returns which tensors are missing, unexpected and misshaped, ten of each by name."""
     both = [name for name in wanted if name in found and tuple(found[name]) != wanted[name]]
-    problems += [f"{name} is {list(found[name])}, not {list(wanted[name])}" for name in both]
-    if problems:
-        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise CheckpointError(f"{what} does not fit the model's configuration: {'; '.join(problems[:10])}{more}")
+    kinds = (
+        [f"{name} is missing" for name in wanted if name not in found],
+        [f"{name} is unexpected" for name in found if name not in wanted],
+        [f"{name} is {list(found[name])}, not {list(wanted[name])}" for name in both],
+    )
+    return [text for kind in kinds for text in [*kind[:10], *([f"and {len(kind) - 10} more"] if kind[10:] else [])]]
 
 
 def our_shapes(table: Sequence[Entry]) -> dict[str, Shape]:

@@ -124,7 +124,8 @@ def _tell(rank: int, reader: Reader, here: fit.Expected, fresh: set[str]) -> Non
     """Warns of what was not restored."""
     left = {name for name, parts in reader.parts.items() if parts - {PREVIOUS} > {WEIGHT}} - here.trained
     kept = {name for name, shape in here.buffers.items() if shape is not None} - set(reader.buffers)
-    fit.tell(rank, "the checkpoint has no moments of {}, which were frozen: they begin at zero", fresh)
+    some = fresh if fresh < here.trained else set()
+    fit.tell(rank, "the checkpoint has no moments of {}, which were frozen: they begin at zero", some)
     fit.tell(rank, "moments of {} are left out: they are not trained any more", left)
     fit.tell(rank, "the checkpoint is of a version without buffers: {} keep the values they have", kept)
 
@@ -141,20 +142,21 @@ def model_differences(manifest: Mapping[str, Any], config: Config) -> list[str]:
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
     with suppress(ValueError):  # what keys mean that the version which saved it did not have; of a later one, as it is
         saved = resolve_model(ModelConfig.model_validate(saved)).model_dump(mode="json")
+    free = {"dropout"} | (set() if manifest["state"]["steps"] else {"seq"})
     return [
         f"the checkpoint's model has {key} = {plain(saved.get(key))}, this run has {value}: resume with the same shape,"
         " or start anew with --checkpoint.resume none"
         for key, value in wanted.items()
-        if key != "dropout" and saved.get(key) != value
+        if key not in free and saved.get(key) != value
     ]
 
 
 def optimizer_differences(manifest: Mapping[str, Any], config: Config, parts: Sequence[str]) -> list[str]:
     """Returns a line if the checkpoint is another optimizer's: Lion's momentum has the name of an Adam moment."""
     saved, wanted = manifest["config"]["optim"]["name"], config.optim.name
-    if saved == wanted:
-        return []
     kept = sorted(parts_of(manifest) - {WEIGHT, PREVIOUS})
+    if saved == wanted or not (kept or manifest["state"]["steps"]):  # weights alone, of another format
+        return []
     there, here = (", ".join(names) or "nothing" for names in (kept, parts))
     fix = f"resume with --optim.name {saved}, or start anew with --checkpoint.resume none"
     return [

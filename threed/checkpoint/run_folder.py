@@ -27,6 +27,7 @@ from typing import Any
 
 from threed import collectives
 from threed.atomic import sync
+from threed.parse import parse_json
 from threed.topology import Axis
 
 BEAT_S, PATIENCE_S = 10.0, 60.0  # how often an owner's file is renewed, and how long one waits to see that
@@ -279,7 +280,7 @@ def _newest(folder: Path) -> tuple[Path, Run] | None:
     for file in _files(folder):
         with contextlib.suppress(FileNotFoundError):  # a newer owner removes it: there is another
             try:
-                return file, Run(**json.loads(file.read_text()))
+                return file, Run(**parse_json(file.read_bytes(), str(file)))
             except (ValueError, TypeError) as error:
                 raise RunFolderError(f"{file} cannot be read ({error}): remove it if no run uses the folder") from None
     return None

@@ -7,12 +7,13 @@ Use: `source = find_text("data/")` for a .txt, a .jsonl (key "text") or a folder
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
+
+from threed.parse import ParseError, parse_json, plain
 
 PIECE_BYTES = 1 << 20
 BLANK = b" \t\r\n\xef\xbb\xbf"  # white space, and the mark that some editors put at the start of a file
@@ -188,13 +189,13 @@ def _read_jsonl(file: TextFile) -> Iterator[Piece]:
 
 def _text_of(line: bytes, place: str) -> str:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:  # also UnicodeDecodeError and JSONDecodeError
-        raise ValueError(f"{place}: no JSON ({error}). Every line is one object with a key 'text'") from error
+        record = parse_json(line, place, finite=False)  # many tools write NaN, into keys that are not read here
+    except ParseError as error:
+        raise ValueError(f"{error}. Every line is one object with a key 'text'") from None
     if not isinstance(record, dict):
         raise ValueError(f"{place}: a JSON {type(record).__name__}, where an object with a key 'text' is needed")
     if "text" not in record:
-        raise ValueError(f"{place}: no key 'text' among {sorted(record)}. Rename the key that holds the text")
+        raise ValueError(f"{place}: no key 'text' among {plain(sorted(record))}. Rename the key that holds the text")
     if not isinstance(record["text"], str):
         raise ValueError(f"{place}: 'text' is a {type(record['text']).__name__}; it must be a string")
     return record["text"]

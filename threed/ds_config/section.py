@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.config import ConfigError
+from threed.parse import ParseError, read_json
 
 LIMITS = {"least": ("at least", operator.ge), "above": ("more than", operator.gt), "below": ("less than", operator.lt)}
 Rows = Mapping[str, Any]  # by key, or by several keys separated by spaces
@@ -28,21 +29,10 @@ def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     try:
-        values = json.loads(Path(config).read_text(encoding="utf-8"), object_pairs_hook=_unique)
-    except OSError as error:
-        raise ConfigError([f"{config}: {error.strerror}: give the path of a ds_config.json, or a dict"]) from None
-    except json.JSONDecodeError as error:
-        raise ConfigError([f"{config}: not JSON ({error}); comments and trailing commas are none"]) from None
-    if not isinstance(values, dict):
-        raise ConfigError([f"{config}: holds {type(values).__name__}, not an object of keys"])
-    return values
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError([f"{name}: given twice" for name in twice])
-    return dict(pairs)
+        return read_json(Path(config))
+    except ParseError as error:
+        fix = "give the path of a ds_config.json, or a dict; comments and trailing commas are no JSON"
+        raise ConfigError([f"{error}: {fix}"]) from None
 
 
 def shown(value: object) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 from threed.atomic import building
 from threed.monitor import metrics
+from threed.parse import read_json
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
@@ -189,7 +190,7 @@ def save_figure_data(run_dir: str | Path, **data: Any) -> Path:
 def load_figure_data(run_dir: str | Path) -> dict[str, Any]:
     """Returns what save_figure_data saved, or an empty dict."""
     path = Path(run_dir) / "figures" / "data.json"
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+    return read_json(path) if path.exists() else {}
 
 
 def report(run_dir: str | Path, note: Note = print) -> list[Path]:

@@ -30,6 +30,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from threed.parse import parse_json
+
 RECORD_BYTES = 320
 
 
@@ -128,7 +130,7 @@ def _read(path: Path, attempts: int = 10) -> dict[str, Any] | None:
     for _ in range(attempts):
         with contextlib.suppress(ValueError, OSError, KeyError, TypeError):
             line = path.read_bytes().rstrip()
-            beat: dict[str, Any] = json.loads(line)
+            beat: dict[str, Any] = parse_json(line, str(path))
             del beat["crc32"]
             if _sealed(beat) == line:
                 return beat

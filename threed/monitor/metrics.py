@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.atomic import building
+from threed.parse import parse_json
 
 NON_FINITE = "non_finite"
 
@@ -42,7 +43,7 @@ def encode(row: Mapping[str, object]) -> str:
 
 def decode(line: str | bytes) -> dict[str, Any]:
     """Returns the row of one line, with its non-finite floats; raises ValueError if it is not a JSON object."""
-    row = json.loads(line)
+    row = parse_json(line, "a row")
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {type(row).__name__}")
     row.update({key: float(text) for key, text in row.pop(NON_FINITE, {}).items()})

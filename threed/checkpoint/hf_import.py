@@ -1,0 +1,118 @@
+"""The way in: a Hugging Face folder as a native checkpoint, or as the weights of an engine.
+
+import_hf(HFFolder(src), dst)                               # `threed convert`; no process group
+load(path, optimizer, topology, config, extras)             # `--checkpoint.resume`; every rank reads its slices
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threed import collectives
+from threed.checkpoint import fit
+from threed.checkpoint.extras import Extras
+from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.hf import dtype_of, narrowed
+from threed.checkpoint.hf_folder import HFFolder, slabs
+from threed.checkpoint.weights_only import FILE_BYTES, write_weights
+from threed.config import Config, DataConfig, ModelConfig
+from threed.precision import DTYPES
+from threed.resolution import resolve_model
+from threed.sharding import Box, Piece
+from threed.topology import Axis, Topology
+from threed.zero.optimizer import Optimizer
+from threed.zero.records import PREVIOUS, WEIGHT, fill, records
+
+FREE = ("seq", "dropout")  # what a run may say of a model that comes from a folder
+
+
+def import_hf(
+    folder: HFFolder, out: Path, dtype: str | None = None, tokenizer: str = "none",
+    hashes: Mapping[str, str] | None = None, file_bytes: int = FILE_BYTES,
+) -> Path:  # fmt: skip
+    """Writes a folder's weights as the native checkpoint `out`, whole or not at all; moments are left out.
+
+    dtype: of all weights; None: each as it is. tokenizer, hashes: which one an export takes, and of its files. Raises
+    CheckpointError with all that does not fit, and for values that overflow.
+    """
+    if problems := list(folder.problems()):
+        raise CheckpointError("; ".join(problems))
+    to = {name: folder.dtype(name) if dtype is None else dtype_of(dtype) for name in folder.shapes}
+
+    def rows(name: str) -> Iterator[Tensor]:
+        shape = folder.shapes[name]
+        for first, last in slabs(shape, max(to[name].itemsize, 4)):
+            start, size = (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+            yield narrowed(name, folder.box(name, start, size), to[name])
+
+    tensors = {name: (to[name], shape) for name, shape in folder.shapes.items()}
+    config = Config(model=folder.model, data=DataConfig(tokenizer=tokenizer))
+    return write_weights(out, config, tensors, rows, {"tokenizer": hashes}, file_bytes)
+
+
+def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras) -> dict[str, Any]:
+    """Fills the optimizer with a folder's weights, and moments of zero; returns the counters of a run's begin.
+
+    Collective. The first rank checks the whole folder, all others open the files that they need. CheckpointError on
+    every rank where something does not fit, before anything is overwritten.
+    """
+    everyone = topology.axis("world")
+    folder, problems = _opened(path, config, everyone)
+    _refuse(problems, everyone)
+    assert folder is not None
+    here = fit.expected(optimizer, extras.buffers, topology)
+    _refuse(fit.differences(folder.shapes, here.weights, "weights") if everyone.index == 0 else [], everyone)
+    _refuse(_overflows(folder, optimizer, config), everyone)
+
+    def source(part: str, piece: Piece, box: Box) -> Tensor:
+        if part not in (WEIGHT, PREVIOUS):
+            return torch.zeros(box.size)
+        return folder.box(piece.name, box.start, box.size)
+
+    fill(optimizer, source)
+    optimizer.updates.zero_()
+    optimizer.skips.zero_()
+    return {"steps": 0, "consumed": 0, "extra": {}}
+
+
+def _opened(path: Path, config: Config, everyone: Axis) -> tuple[HFFolder | None, list[str]]:
+    try:
+        folder = HFFolder(path)
+        problems = model_differences(folder, config.model)
+        if everyone.index == 0:
+            problems = problems or list(folder.problems())
+        return folder, problems
+    except CheckpointError as error:
+        return None, [str(error)]
+
+
+def model_differences(folder: HFFolder, model: ModelConfig) -> list[str]:
+    """Returns what of a run's model is another than the folder's, one line each."""
+    found, wanted = dict(folder.model), dict(resolve_model(model))
+    names = [name for name in found if name not in FREE and found[name] != wanted[name]]
+    return [f"the model of {folder.path} has {name} = {found[name]}, this run has {wanted[name]}" for name in names]
+
+
+def _overflows(folder: HFFolder, optimizer: Optimizer, config: Config) -> list[str]:
+    """Returns which of this rank's weights are beyond the run's format; fp32's and bf16's ranges count as one."""
+    dtype = DTYPES[config.precision.dtype]
+    try:
+        for record in records(optimizer, (WEIGHT,)):
+            name = record.piece.name
+            if torch.finfo(folder.dtype(name)).max > 2 * torch.finfo(dtype).max:
+                narrowed(name, folder.box(name, record.box.start, record.box.size), dtype)
+    except CheckpointError as error:
+        return [f"{folder.path}: {error}"]
+    return []
+
+
+def _refuse(problems: list[str], everyone: Axis) -> None:
+    """Raises on every rank if any rank found a problem."""
+    found = [problem for rank in collectives.exchange(problems, everyone) for problem in rank]
+    if found:
+        raise CheckpointError("; ".join(dict.fromkeys(found)))

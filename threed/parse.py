@@ -1,0 +1,134 @@
+"""JSON and TOML from outside, read within bounds, or refused in one line.
+
+    table = read_json(path)                 # an object; ParseError names the file and what is wrong with it
+    value = parse_json(line, "a.jsonl, line 3", finite=False)       # from bytes or text
+    tables = read_toml(path)
+
+Bounded are the size of a file, the depth and the digits of a number. A key that is there twice is refused, for readers
+differ in which of the two counts; so are NaN and infinities, which JSON does not have, and text that is not UTF-8.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 2**26  # of a file
+MOST_DEPTH = 64
+MOST_DIGITS = 40  # of a whole number: published files have 1e30, written out, for "no limit"
+
+
+class ParseError(ValueError):
+    """What is wrong with a text, as one line that names it; reason: without the name."""
+
+    def __init__(self, place: object, reason: str) -> None:
+        name = str(place)
+        super().__init__(f"{name if name.isprintable() else plain(name)}: {reason}")
+        self.reason = reason
+
+
+def plain(text: object, most: int = 500) -> str:
+    """Returns text of a stranger's as one line of ASCII that is safe to print, cut at `most` characters."""
+    return str(text)[:most].encode("unicode_escape").decode()
+
+
+def read_json(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
+    """Returns the object in a JSON file."""
+    value = parse_json(read_file(path, most), str(path))
+    if not isinstance(value, dict):
+        raise ParseError(path, f"holds {type(value).__name__}, not an object of keys")
+    return value
+
+
+def read_toml(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
+    """Returns the tables of a TOML file."""
+    return _parse(lambda text: tomllib.loads(text), read_file(path, most), str(path), "TOML")
+
+
+def parse_json(data: bytes | str, place: str, *, finite: bool = True) -> Any:
+    """Returns the value that JSON says. place: what to call it in messages. finite: refuse NaN and infinities, too."""
+    hooks: dict[str, Any] = {"parse_constant": _no_constant, "parse_float": _finite} if finite else {}
+    return _parse(
+        lambda text: json.loads(text, object_pairs_hook=_unique, parse_int=_whole, **hooks), data, place, "JSON"
+    )
+
+
+def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Returns the bytes of a plain file of at most so many; to open a pipe would wait for a writer."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:  # ValueError: a name with NUL
+        raise ParseError(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode):
+            raise ParseError(path, "is no plain file")
+        if about.st_size > most:
+            raise ParseError(path, f"has {about.st_size:,} bytes; at most {most:,} are read")
+        with open(handle, "rb", closefd=False) as file:
+            return file.read()
+    except OSError as error:
+        raise ParseError(path, f"cannot be read: {error.strerror}") from None
+    finally:
+        os.close(handle)
+
+
+def _parse(parse: Callable[[str], Any], data: bytes | str, place: str, language: str) -> Any:
+    try:
+        value = parse(data if isinstance(data, str) else data.decode("utf-8-sig"))
+        _check(value)
+        return value
+    except (RecursionError, MemoryError):
+        raise ParseError(place, f"no {language} (nested too deeply)") from None
+    except ValueError as error:  # of UTF-8, of JSON, of TOML, and of what is checked here
+        raise ParseError(place, f"no {language} ({plain(error)})") from None
+
+
+def _check(value: Any) -> None:
+    """Raises ValueError for what is nested more deeply than anything that is meant, or a number that is too long."""
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+            elif isinstance(item, int) and abs(item) >= 10**MOST_DIGITS:
+                raise ValueError(f"a number has more than {MOST_DIGITS} digits")
+        if not inner:
+            return
+        level = inner
+    raise RecursionError
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in table if names.count(name) > 1)
+        raise ValueError(f"{twice[:100]}: given twice")
+    return table
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST_DIGITS + 1:
+        raise ValueError(f"a number has more than {MOST_DIGITS} digits")
+    return int(digits)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:30]} is too large")
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
