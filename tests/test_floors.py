@@ -48,6 +48,7 @@ FLOORS = {
     "threed.data": 5,
     "threed.monitor": 5,
     "threed.ds_config": 5,
+    "threed.bad_numbers": 6,
     "threed.batches": 6,
     "threed.drawing": 6,
     "threed.engine": 6,

@@ -71,7 +71,7 @@ def find_problems(
 ) -> list[str]:
     """All problems of this configuration in a world of `world_size` ranks, `local_world` of them on a machine.
 
-    Pass the configuration as loaded, before `threed.resolution.resolve`; `tokenizer_vocab` where the tokenizer is known.
+    Pass the configuration as loaded, before `threed.resolution.resolve`; `tokenizer_vocab` where it is known.
     """
     problems = find_refusals(config)
     dp = None

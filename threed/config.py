@@ -38,6 +38,7 @@ from threed.values import (
     Schedule,
     ShardSize,
     Share,
+    Spike,
     StepRange,
     Switch,
     Text,
@@ -211,6 +212,12 @@ class TrainConfig(_Group):
     eval_every: Natural = Field(0, description="steps between validations; 0: only at the end")
     eval_samples: Count = Field(64, description="validation sequences read, rounded up to whole global batches")
     grad_clip: NonNegative = Field(1.0, description="largest global gradient norm; 0: no clipping")
+    max_bad_steps: Natural = Field(
+        10, description="steps skipped in a row, for what is not finite or a spike, that end the run; 0: none do"
+    )
+    max_norm_spike: Spike = Field(
+        0.0, description="skip steps whose gradient norm is above so many times its running mean; 0: none"
+    )
     sample_tokens: Natural = Field(200, description="tokens of text generated at the end; 0: none")
 
 

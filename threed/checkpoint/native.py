@@ -24,7 +24,7 @@ from torch import Tensor
 
 from threed import collectives
 from threed.atomic import building_place, publish, write_text
-from threed.checkpoint import fit
+from threed.checkpoint import finite, fit
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, begin, plain, stream_tensors
 from threed.checkpoint.manifest import FORMAT, VERSION, check_structure, digest, file_of
@@ -61,6 +61,7 @@ def save(
     problem = None
     if everyone.index == 0:
         counters = {"updates": float(optimizer.updates), "skips": float(optimizer.skips), **optimizer.scaler.state()}
+        counters |= optimizer.bad.state()
         body = _manifest(config, topology, {**state, **counters}, entries)
         problem = _publish(building, path, body)
     _agree(collectives.exchange(problem, everyone), building, everyone)
@@ -86,10 +87,11 @@ def _write_mine(
     if not about:
         return {"boxes": []}
     try:
-        tensors = chain((values for _, values in read(optimizer, mine)), beside.values())
+        values = finite.checked((values for _, values in read(optimizer, mine)), finite.names(mine))
+        tensors = chain(values, beside.values())
         digest = stream_tensors(building / file, about, tensors)
         return {"file": file, "sha256": digest, "size": (building / file).stat().st_size, "boxes": boxes, **said}
-    except OSError as error:
+    except (OSError, finite.NotFiniteError) as error:
         return {"error": f"rank {rank} could not write {building / file}: {error}"}
 
 
@@ -155,7 +157,11 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
             return torch.zeros(box.size)
         return reader.box(reader.stands_for(part, piece.name), piece.name, box.start, box.size)
 
-    fill(optimizer, source)
+    watch = finite.Watch(source, here.trained)
+    fill(optimizer, watch)
+    optimizer.tear()  # until all ranks have found nothing
+    _refuse([f"{path}: {problem}, so training cannot go on from it" for problem in watch.problems], everyone)
+    optimizer.mend()
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
     _tell(topology.rank, reader, here, fresh)
@@ -163,7 +169,7 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     seed = f"{config.train.seed}/{state['steps']}"
     extras.restore_generators(reader.generators(topology.rank) if same else {}, same, seed)
     optimizer.updates.fill_(state["updates"])
-    optimizer.skips.fill_(state["skips"])
+    optimizer.bad.restore(state)
     optimizer.scaler.restore(state)
     return state
 
