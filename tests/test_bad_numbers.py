@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,16 +14,22 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.accelerator.pretend import pretending
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
 from tests.runs import open_text, run
 from tests.test_step import POISONS, data, same, state, with_
+from threed import collectives
+from threed.arguments import load
 from threed.checkpoint.files import CheckpointError
+from threed.checks import find_problems
+from threed.config import ConfigError
 from threed.engine import Engine
 from threed.metrics import BadStepsError
 from threed.monitor import metrics as records
 from threed.precision import LossScale
 from threed.trainer import Trainer
+from threed.zero import replicas
 
 NAN = float("nan")
 
@@ -319,3 +327,234 @@ def says_nothing(folder: Path) -> str:
 def test_a_model_with_a_nan_generates_a_line_that_says_so(tmp_path: Path) -> None:
     said = run_ranks(2, says_nothing, tmp_path)[0]
     assert "the model writes:\nnothing: the model's logits are not finite (NaN or infinite)" in said
+
+
+# ------------------------------------------------------------------------------------------------------------ replicas
+
+
+def flip(values: torch.Tensor, bit: int = 0, at: int = 0) -> None:
+    """Flips one bit of one element, in place."""
+    flat = values.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+    flat[at] ^= 1 << bit
+
+
+def flip_parameter(engine: Engine, replicated: bool = False) -> str:
+    """Flips the lowest bit of a parameter that is whole on this rank; its name."""
+    group = next(g for g in engine.layout.groups if not g.sliced and (g.key.replicated or g.key.tied or not replicated))
+    flip(group.view(group.slots[-1], group.params))
+    return group.slots[-1].spec.name
+
+
+def flip_state(engine: Engine, part: str) -> str:
+    """Flips the lowest bit of this rank's part of a state; the name of the parameter."""
+    engine.optimizer.flush()
+    state = next(s for s in engine.optimizer.states if next(s.bucket.runs(), None))
+    run = next(state.bucket.runs())
+    buffers = state.fetch((part,))
+    flip(buffers[part].wait(), at=run.offset)
+    buffers[part].store()
+    return run.piece.name
+
+
+def parameter(engine: Engine) -> str:
+    return f"parameters of {flip_parameter(engine)}"
+
+
+def copied(engine: Engine) -> str:
+    return f"parameters of {flip_parameter(engine, replicated=True)}"
+
+
+def moment(engine: Engine) -> str:
+    return f"exp_avg of {flip_state(engine, 'exp_avg')}"
+
+
+def master(engine: Engine) -> str:
+    return f"weight of {flip_state(engine, 'weight')}"
+
+
+DP0, HSDP = Case(dp=4, layers=2, zero=0, dtype="bf16"), Case(dp=4, layers=2, zero=3, shard=2, dtype="bf16")
+FLIPS: dict[int, list[tuple[Case, Any, int, str]]] = {
+    2: [
+        (Case(dp=2, layers=2, zero=0, dtype="fp32"), parameter, 1, "ranks 0 (H), 1 (H): they hold different values"),
+        (Case(dp=2, layers=2, zero=1), parameter, 0, "ranks 0 (H), 1 (H)"),
+        (Case(tp=2, layers=2, model="llama"), copied, 1, "ranks 0 (H), 1 (H)"),
+        (Case(pp=2, layers=2, zero=0), copied, 1, "ranks 0 (H), 1 (H)"),
+        (Case(pp=2, layers=4, schedule="2bw", microbatches=4, zero=0), copied, 1, "ranks 0 (H), 1 (H)"),
+        (Case(pp=2, layers=4, schedule="dualpipe", microbatches=4, zero=0), parameter, 0, "ranks 0 (H), 1 (H)"),
+    ],
+    4: [
+        (DP0, parameter, 2, "rank 2 (H): other values than on ranks 0, 1, 3"),
+        (DP0, moment, 0, "rank 0 (H): other values than on ranks 1, 2, 3"),
+        (DP0, master, 3, "rank 3 (H): other values than on ranks 0, 1, 2"),
+        (HSDP, moment, 3, "ranks 1 (H), 3 (H): they hold different values"),
+        (replace(HSDP, offload_optimizer="cpu", offload_params="cpu"), master, 0, "ranks 0 (H), 2 (H)"),
+        (Case(dp=2, tp=2, layers=2, zero=0), copied, 3, "rank 3 (H): other values than on ranks 1, 2"),
+        (Case(pp=2, dp=2, layers=2, zero=1, dtype="bf16"), parameter, 2, ""),
+    ],
+}  # fmt: skip
+
+
+def compared_after_flips(flips: Sequence[tuple[Case, Any, int, str]]) -> list[str]:
+    """What is wrong about the comparison: after steps without a fault, and after one bit of one rank was flipped."""
+    wrong = []
+    for case, how, rank, says in flips:
+        engine = engine_of(config_of(case))
+        for step in range(3):
+            engine.step(data(engine, step))
+        engine.compare_replicas()
+        mine = how(engine) if engine.topology.rank == rank else ""
+        name = collectives.exchange(mine, engine.topology.axis("world"))[rank]
+        try:
+            engine.compare_replicas()
+            said = "nothing"
+        except replicas.ReplicaError as error:
+            said = str(error).replace(f"({socket.gethostname()})", "(H)")
+        if says not in said or not said.startswith(f"step 3: {name} is no longer the same"):
+            wrong.append(f"{case} {how.__name__} on {rank}, {name}: {said}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", FLIPS)
+def test_a_bit_that_flips_in_a_copy_is_found_and_its_rank_named(world: int) -> None:
+    """Of parameters, masters and moments; copies on data ranks, in HSDP's groups, on tensor ranks, on tied stages."""
+    for wrong in run_ranks(world, compared_after_flips, FLIPS[world]):
+        assert not wrong, "\n".join(wrong)
+
+
+def flipped_on_the_way(folder: Path) -> list[Any]:
+    """A run of two data ranks, one of which has a bit flipped before step 5; saved every second step."""
+    flags = {**KEEPS, "zero": {"stage": 0}, "run": {"dir": str(folder / "run"), "name": "run", "check_replicas": 3}}
+
+    def damage(engine: Engine) -> None:
+        engine.optimizer.settle()
+        if engine.topology.rank == 1:
+            flip_parameter(engine)
+
+    with before_step(5, damage), pytest.raises(replicas.ReplicaError) as ended:
+        run(folder, open_text(folder), 2, **flags)
+    return [str(ended.value), kept(folder)]
+
+
+def test_a_run_with_a_flipped_bit_ends_before_it_saves(tmp_path: Path) -> None:
+    """Copies are compared after steps 3 and 6, and before each checkpoint: after 2, 4 and 6."""
+    for said, names in run_ranks(2, flipped_on_the_way, tmp_path):
+        assert said.startswith("step 6: parameters of ")
+        assert "two copies do not tell which is right" in said
+        assert names == ["step-2", "step-4"]
+
+
+# -------------------------------------------------------------------------------------------------------------- spikes
+
+
+def scale_gradients(engine: Engine, factor: float) -> None:
+    """The next step's summed gradients come out larger by a factor, on every rank."""
+    inner = engine.optimizer._share
+
+    def share(gradients: Any, carry: Any) -> Any:
+        engine.optimizer._share = inner  # type: ignore[method-assign]
+        for gradient in gradients:
+            staged = gradient.storage.fetch()
+            staged.wait().mul_(factor)
+            staged.store()
+            gradient.squares.mul_(factor**2)
+        return inner(gradients, carry)
+
+    engine.optimizer._share = share  # type: ignore[method-assign]
+
+
+def spiking(case: Case, folder: str) -> list[str]:
+    """What is wrong with a run whose 4th and 6th steps are spikes: also optimistic, and resumed after the 5th."""
+    wrong, config = [], with_(config_of(case), train={"max_norm_spike": 3.0, "grad_clip": 1e9})
+    engines = [engine_of(config)]
+    if case.pp > 1 and case.schedule != "2bw":
+        engines.append(engine_of(with_(config, parallel={"optimistic_step": True})))
+    ends = []
+    with mock.patch("threed.zero.bad_steps.JUDGED_FROM", 2.0):
+        for number, engine in enumerate(engines):
+            norms = []
+            for step in range(8):
+                if step == 5:
+                    engine.save(f"{folder}/{number}")
+                if step in (3, 5):
+                    scale_gradients(engine, 30.0)
+                metrics = engine.step(data(engine, step))
+                norms.append(metrics.grad_norm)
+                skipped, row = (metrics.skipped, metrics.bad_steps) if engine.asynchronous is None else (0, 0)
+                want = ((step >= 3) + (step >= 5), step in (3, 5)) if engine.asynchronous is None else (0, 0)
+                if (skipped, row) != want:
+                    wrong.append(f"{case}: {skipped} skipped, {row} in a row after step {step}, not {want}")
+            ends.append([*bits(engine), engine.optimizer.bad.mean, engine.optimizer.bad.norms])
+            if engine.asynchronous is None:
+                kept_norms = [norm for step, norm in enumerate(norms) if step not in (3, 5)]
+                if not math.isclose(float(engine.optimizer.bad.mean), sum(kept_norms) / len(kept_norms), rel_tol=1e-9):
+                    wrong.append(f"{case}: the mean is {float(engine.optimizer.bad.mean)} of {norms}")
+            if float(engine.optimizer.skips) != 2:
+                wrong.append(f"{case}: {float(engine.optimizer.skips)} skipped")
+            resumed = engine_of(engine.config)
+            resumed.load(f"{folder}/{number}")
+            for step in range(5, 8):
+                if step == 5:
+                    scale_gradients(resumed, 30.0)
+                resumed.step(data(resumed, step))
+            ends.append([*bits(resumed), resumed.optimizer.bad.mean, resumed.optimizer.bad.norms])
+    wrong += [
+        f"{case}: other weights, moments or means, run {n}" for n, end in enumerate(ends) if not same(end, ends[0])
+    ]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dp=2, layers=2, zero=2, dtype="bf16"),
+        Case(pp=2, layers=2, schedule="split-1f1b"),
+        Case(pp=2, layers=4, schedule="2bw", microbatches=4, zero=0),
+        Case(dp=2, layers=2, zero=3, offload_optimizer="cpu"),
+    ],
+)
+def test_spikes_are_skipped_and_their_mean_is_in_checkpoints(case: Case, tmp_path: Path) -> None:
+    """The same bits waiting for the norm or not, and resumed or not."""
+    for wrong in run_ranks(2, spiking, case, str(tmp_path)):
+        assert not wrong, "\n".join(wrong)
+
+
+def flipped_exponent(case: Case) -> list[float]:
+    """A high bit of the exponent of a weight that one rank alone holds flips; what follows."""
+    config = with_(config_of(case), train={"max_norm_spike": 5.0, "max_bad_steps": 3})
+    engine, row = engine_of(config), []
+    with mock.patch("threed.zero.bad_steps.JUDGED_FROM", 3.0):
+        for step in range(8):
+            if step == 5 and engine.topology.rank == 1:
+                state = next(s for s in engine.optimizer.states if next(s.bucket.runs(), None))
+                flip(state.weight.fetch().wait(), bit=30, at=next(state.bucket.runs()).offset)
+            metrics = engine.step(data(engine, step))
+            row.append(metrics.bad_steps)
+            if metrics.bad_steps < 3:
+                assert metrics.loss > 0 or math.isnan(metrics.loss)
+    with pytest.raises(BadStepsError):
+        metrics.loss  # noqa: B018  reading it is the test
+    return row
+
+
+def test_a_bit_that_flips_in_memory_and_makes_a_number_huge_ends_a_run() -> None:
+    """Of a weight that has no copy to be compared with; a low bit would not be seen."""
+    assert run_ranks(2, flipped_exponent, Case(dp=2, layers=2, zero=3, dtype="fp32")) == [[0] * 5 + [1, 2, 3]] * 2
+
+
+def test_nothing_of_it_is_read_on_the_host_in_a_step() -> None:
+    """As rank 1 of four, with spikes judged."""
+    case = Case(pp=2, dp=2, layers=2, dtype="bf16", microbatches=2)
+    config = with_(config_of(case), train={"max_norm_spike": 10.0})
+    with pretending(1, case.world) as device:
+        engine = device.engine(config)
+        device.step(engine)
+        device.step(engine)
+        assert device.faults == device.waits == []
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    config = config_of(Case(layers=2))
+    lonely = with_(config, run={"check_replicas": 5})
+    assert "one rank: it holds no copy of another's" in "\n".join(find_problems(lonely, 1))
+    with pytest.raises(ConfigError, match="must be above 1, such as 10, or 0 for none"):
+        load(["--train.max-norm-spike", "0.5"])

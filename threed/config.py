@@ -282,6 +282,9 @@ class RunConfig(_Group):
     name: Annotated[Text, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")] | None = Field(
         None, description="name of the run; none: of the preset or TOML file, else of the arch"
     )
+    check_replicas: Natural = Field(
+        0, description="steps between comparisons of what several ranks hold copies of; 0: none"
+    )
     compile: Switch = Field(False, description="blocks run through torch.compile")
     compile_backend: Text = Field("inductor", description="who compiles them: a backend of torch.compile")
 

@@ -42,7 +42,7 @@ from threed.precision import LossScale
 from threed.resolution import resolve
 from threed.sharding import Box, Piece, initial
 from threed.topology import Topology
-from threed.zero import agreement, records, setup, table
+from threed.zero import agreement, records, replicas, setup, table
 from threed.zero.asynchronous import Asynchronous
 from threed.zero.by_hand import Changes
 from threed.zero.gather import BY_HAND, Gatherer
@@ -310,6 +310,11 @@ class Engine:
         """How many steps in a row, up to the last one, were skipped and count as bad; ends that step. Collective."""
         self._finish()
         return int(self.optimizer.bad.in_a_row)
+
+    def compare_replicas(self) -> None:
+        """Compares what several ranks hold copies of. ReplicaError on every rank, naming those that differ."""
+        self._take_in()
+        replicas.check(self.optimizer, self.topology, self.steps)
 
     def _finish(self) -> None:
         """Brings the last step to its end: the weights are what they will be. Collective."""

@@ -193,6 +193,7 @@ class Trainer:
         spent = time.perf_counter() - begin + self.saving_s
         self.meter.add(metrics.tokens, spent, data_s=data_s, ckpt_s=self.saving_s, **metrics.seconds)
         row = self._row(metrics, loss) if loss is not None else {}
+        self.guard.compare()
         row.update(self._evaluate_if_due(step))
         if row:
             self.monitor.log(step, row)
@@ -292,6 +293,7 @@ class Trainer:
     def _save(self) -> None:
         """A checkpoint of this step; once it is whole, the oldest ones beyond `keep` go."""
         step = self.engine.steps
+        self.guard.compare(saving=True)
         self.heartbeat.beat(step, "save")
         self.owner.check()
         path = self.checkpoint(step)
