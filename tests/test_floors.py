@@ -50,6 +50,7 @@ FLOORS = {
     "threed.monitor": 5,
     "threed.pretrained": 6,
     "threed.ds_config": 5,
+    "threed.bad_numbers": 6,
     "threed.batches": 6,
     "threed.drawing": 6,
     "threed.engine": 6,

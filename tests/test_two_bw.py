@@ -61,7 +61,7 @@ class Loop:
 
     def _no_step(self, gradients: Any, carry: Tensor) -> Any:
         zero = torch.zeros((), dtype=torch.float64)
-        return lambda: Update(zero, zero, zero, zero, zero, zero, carry)
+        return lambda: Update(zero, zero, zero, zero, zero, zero, carry, zero, zero)
 
     def gradients(self, step: int, weights: Weights) -> Weights:
         self.engine.load_full_state_dict(weights)

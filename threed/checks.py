@@ -88,6 +88,7 @@ def find_problems(
     problems += _check_schedule(config, dp)
     problems += _check_batch(config, dp)
     problems += _check_shard_size(config, dp)
+    problems += _check_replicas(config, dp)
     problems += _check_vocab(config, tokenizer_vocab)
     return list(dict.fromkeys(problems))
 
@@ -342,6 +343,12 @@ def _check_batch(config: Config, dp: int | None) -> Iterator[str]:
     other = f", or --train.micro-batch {smaller}" if smaller else ""
     product, use = f"--train.micro-batch {micro} × dp {dp} = {micro * dp}", _around(batch, micro * dp)
     yield f"--train.global-batch {batch} is not divisible by {product}: use {use}{other}"
+
+
+def _check_replicas(config: Config, dp: int | None) -> Iterator[str]:
+    p, every = config.parallel, config.run.check_replicas
+    if every and dp == p.tp == p.pp == 1:
+        yield f"--run.check-replicas {every} on one rank: it holds no copy of another's; leave it out"
 
 
 def _check_run(config: Config) -> Iterator[str]:

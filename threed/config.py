@@ -38,6 +38,7 @@ from threed.values import (
     Schedule,
     ShardSize,
     Share,
+    Spike,
     StepRange,
     Switch,
     Text,
@@ -211,6 +212,12 @@ class TrainConfig(_Group):
     eval_every: Natural = Field(0, description="steps between validations; 0: only at the end")
     eval_samples: Count = Field(64, description="validation sequences read, rounded up to whole global batches")
     grad_clip: NonNegative = Field(1.0, description="largest global gradient norm; 0: no clipping")
+    max_bad_steps: Natural = Field(
+        10, description="steps skipped in a row, for what is not finite or a spike, that end the run; 0: none do"
+    )
+    max_norm_spike: Spike = Field(
+        0.0, description="skip steps whose gradient norm is above so many times its running mean; 0: none"
+    )
     sample_tokens: Natural = Field(200, description="tokens of text generated at the end; 0: none")
 
 
@@ -276,6 +283,9 @@ class RunConfig(_Group):
     dir: PathText | None = Field(None, description="run folder; none, or --run.name without --run.dir: runs/<name>")
     name: Annotated[Text, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")] | None = Field(
         None, description="name of the run; none: of the preset or TOML file, else of the arch"
+    )
+    check_replicas: Natural = Field(
+        0, description="steps between comparisons of what several ranks hold copies of; 0: none"
     )
     compile: Switch = Field(False, description="blocks run through torch.compile")
     compile_backend: Text = Field("inductor", description="who compiles them: a backend of torch.compile")

@@ -43,7 +43,7 @@ from threed.precision import LossScale
 from threed.resolution import resolve
 from threed.sharding import Box, Piece, initial
 from threed.topology import Topology
-from threed.zero import agreement, records, setup, table
+from threed.zero import agreement, records, replicas, setup, table
 from threed.zero.asynchronous import Asynchronous
 from threed.zero.by_hand import Changes
 from threed.zero.gather import BY_HAND, Gatherer
@@ -92,7 +92,7 @@ class Engine:
         self.layout = blueprint.layout
         layers, mine = blueprint.layers, [blueprint.layers[number] for number in blueprint.held]
         self.flags = [f for layer in layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
-        self.faults = Faults([*(flag.what for flag in self.flags), "a loss that is no number (NaN)"], topology.device)
+        self.faults = Faults([flag.what for flag in self.flags], topology.device)
         module = self.wrapped and self.wrapped.module
         self.buffers = buffers.build(layers, blueprint.cut, topology, blueprint.again, module)
         self.gatherer = Gatherer(self.layout, setup.gather_axis(config, topology, self.layout.policy))
@@ -104,6 +104,7 @@ class Engine:
             learning_rate or setup.learning_rate(config.optim, config.train.steps), device=topology.device,
             grad_clip=config.train.grad_clip, loss_scale=loss_scale or setup.loss_scale(config.precision),
             delayed=config.zero.delayed_update, optimistic=blueprint.optimistic,
+            max_spike=config.train.max_norm_spike,
         )  # fmt: skip
         self.asynchronous: Asynchronous | None = None
         if blueprint.plan.asynchronous:
@@ -244,12 +245,12 @@ class Engine:
         self._numbers = Later(lambda: self._numbers_of(update()))
         if not (self.optimizer.pending or self.asynchronous):
             self._numbers()
-        return StepMetrics(self.steps, tokens, self._numbers, dict(zip(PHASES, seconds, strict=True)), self.faults)
+        spent, most = dict(zip(PHASES, seconds, strict=True)), self.config.train.max_bad_steps
+        return StepMetrics(self.steps, tokens, self._numbers, spent, self.faults, most)
 
     def _numbers_of(self, update: Update) -> Numbers:
-        loss, dynamic = update.sums[:1], self.optimizer.scaler.rule.dynamic  # that finds its way by losses of NaN
-        found = self.faults.add(torch.cat((update.sums[1:], loss.isnan().double() * (not dynamic))))
-        return Numbers(update.sums[0], update.grad_norm, update.lr, update.loss_scale, update.skips, found)
+        loss, found = update.sums[0], self.faults.add(update.sums[1:])
+        return Numbers(loss, update.grad_norm, update.lr, update.loss_scale, update.skips, update.in_a_row, found)
 
     def _with_flags(self, loss: Tensor) -> Tensor:
         """The loss [1] and what was found wrong with the data, for one message."""
@@ -305,6 +306,16 @@ class Engine:
         self._finish()
         if self.changes is not None:
             self.changes.take_in()
+
+    def bad_steps(self) -> int:
+        """How many steps in a row, up to the last one, were skipped and count as bad; ends that step. Collective."""
+        self._finish()
+        return int(self.optimizer.bad.in_a_row)
+
+    def compare_replicas(self) -> None:
+        """Compares what several ranks hold copies of. ReplicaError on every rank, naming those that differ."""
+        self._take_in()
+        replicas.check(self.optimizer, self.topology, self.steps)
 
     def _finish(self) -> None:
         """Brings the last step to its end: the weights are what they will be. Collective."""

@@ -10,16 +10,19 @@ from threed.data import Data
 from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.monitor import figures
-from threed.sampling import generate
+from threed.sampling import NotFiniteError, generate
 from threed.schedules import Plan, replay, span_and_bubble, stack, svg
 
 PROMPT = "def "
 
 
 def sample_text(engine: Engine, data: Data, count: int) -> str:
-    """Returns a prompt and the `count` tokens with which the model continues it. Collective."""
+    """Returns a prompt and the `count` tokens with which the model continues it, or why it does not. Collective."""
     prompt = data.tokenizer.encode(PROMPT) or [data.tokenizer.eot]
-    return data.tokenizer.decode(generate(engine, prompt, count))
+    try:
+        return data.tokenizer.decode(generate(engine, prompt, count))
+    except NotFiniteError as error:
+        return f"nothing: {error}"
 
 
 def memory_rows(forecast: Forecast, peaks: Sequence[int], step: int) -> list[dict[str, Any]]:

@@ -32,11 +32,13 @@ from threed.engine import Engine
 from threed.forecast import Forecast, checkpoint_bytes
 from threed.layers import Slicing
 from threed.memory.io import SwapError
+from threed.metrics import BadStepsError
 from threed.monitor import process
 from threed.pretrained import Pretrained
 from threed.resolution import resolve
 from threed.topology import Topology
 from threed.trainer import Trainer, resuming_flags
+from threed.zero.replicas import ReplicaError
 
 _interrupted = threading.Event()
 
@@ -88,7 +90,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         cut_later = config.parallel.partition == "measured"  # by the ranks' times: the trainer makes the forecast then
         _train(config, data, [*prog.split(), *_words(argv, config, start)], None if cut_later else forecast)
         code = 0
-    except (CheckpointError, RunFolderError) as error:  # the same on every rank
+    except (CheckpointError, RunFolderError, BadStepsError, ReplicaError) as error:  # the same on every rank
         code = refuse(f"threed: {error}")
     except SwapError as error:  # this rank's drive alone, perhaps: it speaks for itself, and the others end with it
         print(f"threed: {error}", file=sys.stderr, flush=True)

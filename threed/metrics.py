@@ -13,6 +13,10 @@ class DataError(ValueError):
     """A batch that a step could not be made of: raised when the metrics of that step, or of a later one, are read."""
 
 
+class BadStepsError(RuntimeError):
+    """Too many steps in a row were skipped: raised when metrics are read, on every rank alike."""
+
+
 class Faults:
     """What was found wrong with the data of steps, on the device, until somebody reads a step's metrics.
 
@@ -43,13 +47,15 @@ class Faults:
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """A step's numbers, as scalar tensors: see `StepMetrics`. found: what is wrong with the data so far."""
+    """A step's numbers, as scalar tensors: see `StepMetrics`. found: what is wrong with the data so far; none without
+    checks."""
 
     loss: Tensor
     grad_norm: Tensor
     lr: Tensor
     loss_scale: Tensor
     skipped: Tensor
+    in_a_row: Tensor
     found: Tensor
 
 
@@ -69,7 +75,8 @@ class Later:
 
 @dataclass(frozen=True, eq=False)
 class StepMetrics:
-    """What one step found out; reading a property waits for the device, and raises DataError where data were wrong.
+    """What one step found out; reading a property waits for the device, and raises DataError where data were wrong, and
+    BadStepsError where `max_bad_steps` in a row were skipped.
 
     tokens: of the global batch. seconds: host time of the step's phases (fwd_bwd_s, dp_comm_s: what of the gradient
     reduction was left to wait for, optim_s). After an optimistic update reading waits for the other ranks too.
@@ -80,9 +87,18 @@ class StepMetrics:
     _numbers: Later
     seconds: Mapping[str, float]
     _faults: Faults
+    max_bad_steps: int = 0
 
     def _checked(self, value: Tensor) -> float:
-        self._faults.tell(self.step, self._numbers().found)
+        numbers = self._numbers()
+        self._faults.tell(self.step, numbers.found)
+        if 0 < self.max_bad_steps <= self.bad_steps:
+            what = f"loss {float(numbers.loss):g}, gradient norm {float(numbers.grad_norm):g}"
+            raise BadStepsError(
+                f"{self.bad_steps} steps in a row up to step {self.step} were skipped ({what} in the last one): the"
+                " weights have not changed since, and would not. Go on from an earlier checkpoint with a lower"
+                " --optim.lr, or look for what is not finite in the data or the model; --train.max-bad-steps 0 goes on"
+            )
         return float(value)
 
     @property
@@ -112,5 +128,10 @@ class StepMetrics:
 
     @property
     def skipped(self) -> int:
-        """Steps skipped so far because a gradient was not finite."""
+        """Steps skipped so far because their loss or gradient norm was not finite, or a spike."""
         return int(self._numbers().skipped)
+
+    @property
+    def bad_steps(self) -> int:
+        """How many of them ended the run so far, in a row; while the loss scale still falls, none counts."""
+        return int(self._numbers().in_a_row)

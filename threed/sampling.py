@@ -9,11 +9,15 @@ from threed import collectives
 from threed.engine import Engine
 
 
+class NotFiniteError(RuntimeError):
+    """A model whose next token cannot be drawn; the same on every rank."""
+
+
 def generate(engine: Engine, prompt: list[int], count: int, temperature: float = 0.8, seed: int = 0) -> list[int]:
     """`prompt` (at least one token id) continued by `count` tokens. Collective; the same on every rank.
 
     The context is the model's sequence length, filled up on the right: causal attention does not see the filling, and
-    every forward has one shape. Past that length the window slides.
+    every forward has one shape. Past that length the window slides. NotFiniteError where the logits are not finite.
     """
     length, device = engine.config.model.seq, engine.topology.device
     draw = torch.Generator().manual_seed(seed)
@@ -21,17 +25,22 @@ def generate(engine: Engine, prompt: list[int], count: int, temperature: float =
     for _ in range(count):
         window = ids[-length:]
         tokens = torch.tensor([window + [0] * (length - len(window))], device=device)
-        ids.append(_next(engine, tokens, len(window) - 1, temperature, draw))
+        token = _next(engine, tokens, len(window) - 1, temperature, draw)
+        if token < 0:
+            raise NotFiniteError("the model's logits are not finite (NaN or infinite)")
+        ids.append(token)
     return ids
 
 
 def _next(engine: Engine, tokens: Tensor, position: int, temperature: float, draw: torch.Generator) -> int:
-    """The next token: drawn where the model ends, told to the others."""
+    """The next token: drawn where the model ends, told to the others; -1 where none can be drawn."""
     logits = engine.logits(tokens)
     chosen = torch.zeros(1, dtype=torch.int64, device=tokens.device)
     if logits is not None:
         scores = _whole(engine, logits[0, position]).cpu().double() / temperature
-        chosen += torch.multinomial(torch.softmax(scores, 0), 1, generator=draw).to(tokens.device)
+        shares = torch.softmax(scores, 0)
+        drawn = torch.multinomial(shares, 1, generator=draw) if bool(shares.isfinite().all()) else torch.tensor([-1])
+        chosen += drawn.to(tokens.device)
     return int(collectives.broadcast(chosen, engine.topology.axis("pp"), engine.blueprint.cut.ends[0]))
 
 

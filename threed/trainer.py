@@ -18,6 +18,7 @@ import torch
 
 from threed import collectives, final_report
 from threed.arguments import to_toml
+from threed.bad_numbers import Guard
 from threed.batches import Batch
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf import export_hf
@@ -83,6 +84,7 @@ class Trainer:
         writes = self.engine.steps < last or self.engine.steps != self.last_saved  # else it only looks at what is there
         aside = self.retention.set_aside(extra.get("path"), self.engine.steps) if writes else ""
         with self._monitor(extra, writes) as self.monitor:
+            self.guard = Guard(self.engine, self.monitor.note)
             self._log_header(aside)
             self._loop(last)
             if self.profiler is not None:
@@ -193,6 +195,7 @@ class Trainer:
         spent = time.perf_counter() - begin + self.saving_s
         self.meter.add(metrics.tokens, spent, data_s=data_s, ckpt_s=self.saving_s, **metrics.seconds)
         row = self._row(metrics, loss) if loss is not None else {}
+        self.guard.compare()
         row.update(self._evaluate_if_due(step))
         if row:
             self.monitor.log(step, row)
@@ -203,16 +206,17 @@ class Trainer:
     def _step(self, step: int, batch: Batch) -> StepMetrics:
         """A step; the second one, or the only one, is looked at for the memory it takes."""
         if step != min(self.begun_step + 2, self.last):
-            return self.engine.step(batch)
+            return self.guard.step(batch)
         engine, self.weighed = self.engine, step
         with measuring(engine.layout, engine.optimizer.states, self.topology.device) as peak:
-            metrics = engine.step(batch)
+            metrics = self.guard.step(batch)
             engine.optimizer.settle()
         self.peak = peak()
         return metrics
 
     def _row(self, metrics: StepMetrics, loss: float) -> dict[str, float]:
         """Everything that is logged of a step. Collective: traffic and memory come from all ranks."""
+        self.guard.tell(metrics)
         self.spans = self._all_spans()
         traffic = dict(self.topology.traffic)
         self.topology.traffic.clear()
@@ -284,13 +288,14 @@ class Trainer:
 
     def _save_if_due(self, step: int) -> float:
         every, begin = self.config.checkpoint.every, time.perf_counter()
-        if every and step % every == 0:
+        if (self.guard.owed or (every and step % every == 0)) and not self.guard.puts_off():
             self._save()
         return time.perf_counter() - begin
 
     def _save(self) -> None:
         """A checkpoint of this step; once it is whole, the oldest ones beyond `keep` go."""
         step = self.engine.steps
+        self.guard.compare(saving=True)
         self.heartbeat.beat(step, "save")
         self.owner.check()
         path = self.checkpoint(step)
@@ -303,7 +308,7 @@ class Trainer:
             return
         self.last_saved = step
         self.retention.trust(path)
-        for problem in self.retention.prune():
+        for problem in self.retention.prune() if not self.engine.bad_steps() else ():
             self.monitor.note(f"a checkpoint that does not count: {problem}")
 
     def _beside(self) -> dict[str, Any]:

@@ -116,6 +116,12 @@ def _optimizer(value: object) -> object:
     return value
 
 
+def _zero_or_above_one(value: float) -> float:
+    if 0 < value <= 1:
+        raise ValueError("must be above 1, such as 10, or 0 for none")
+    return value
+
+
 def _operations(value: object) -> object:
     items = value.split(",") if isinstance(value, str) else value
     known = ("attention", "activation", "norm")
@@ -130,6 +136,7 @@ Natural = Annotated[int, Field(ge=0), BeforeValidator(_number), Takes("N")]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(_number), Takes("X")]
 MemorySize = Annotated[float, Field(gt=0, le=1e12), BeforeValidator(_number), Takes("X")]  # of which bytes are finite
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number), Takes("X")]
+Spike = Annotated[NonNegative, AfterValidator(_zero_or_above_one)]
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number), Takes("X")]
 Switch = Annotated[bool, BeforeValidator(_boolean), Takes("true|false")]
 AutoSwitch = Annotated[Literal["auto"] | bool, BeforeValidator(_auto_or_boolean), Takes("auto|true|false")]

@@ -120,6 +120,8 @@ class _State(_Strict):
     loss_scale: Annotated[float, Field(gt=0)] | None = None
     good_steps: Amount | None = None
     hysteresis_left: Amount | None = None
+    norm_mean: Annotated[float, Field(ge=0)] = 0.0  # of gradients
+    norms: Amount = 0.0
 
     @model_validator(mode="after")
     def _whole_scale(self) -> _State:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from threed import collectives
-from threed.checkpoint import fit
+from threed.checkpoint import finite, fit
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import MANIFEST as MANIFEST
@@ -64,7 +64,11 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
         else:
             reader.into(reader.stands_for(part, piece.name), piece.name, box.start, box.size, out)
 
-    fill_in_place(optimizer, write)
+    watch = finite.Watch(write, here.trained)
+    fill_in_place(optimizer, watch)
+    optimizer.tear()  # until all ranks have found nothing
+    _refuse([f"{path}: {problem}, so training cannot go on from it" for problem in watch.problems], everyone)
+    optimizer.mend()
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
     _tell(topology.rank, reader, here, fresh)
@@ -72,7 +76,7 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     seed = f"{config.train.seed}/{state['steps']}"
     extras.restore_generators(reader.generators(topology.rank) if same else {}, same, seed)
     optimizer.updates.fill_(state["updates"])
-    optimizer.skips.fill_(state["skips"])
+    optimizer.bad.restore(state)
     optimizer.scaler.restore(state)
     reader.close()
     return state

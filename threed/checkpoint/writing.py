@@ -28,6 +28,7 @@ from torch import Tensor
 
 from threed import collectives
 from threed.atomic import building_place, publish, write_text
+from threed.checkpoint import finite
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import DTYPES, CheckpointError, begin, plain, stream_tensors
 from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, check_structure, digest, file_of
@@ -68,6 +69,7 @@ def prepare(
     problem, token = _begin(path, needed) if everyone.index == 0 else (None, "")
     problem, token = collectives.exchange([problem, token], everyone)[0]
     counters = {"updates": float(optimizer.updates), "skips": float(optimizer.skips), **optimizer.scaler.state()}
+    counters |= optimizer.bad.state()
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -157,7 +159,7 @@ class Saving:
 
     def _stream(self, values: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yields all tensors of the file; a section of which this rank has no element is an empty one."""
-        given = iter(values)
+        given = finite.checked(values, finite.names(self.records))
         for h in self.mine:
             left = h.numel
             if left == 0:

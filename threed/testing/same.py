@@ -264,6 +264,7 @@ def _train(
         batches = [_batch(task, config, step, truth.get("batches")) for step in range(config.train.steps)]
         phase = "step"
         metrics = [engine.step(share(batches[0], topology))]
+        _check_number(metrics[0].loss)
         watch.stop()
         first = look("first", engine, metrics)
         metrics += [engine.step(share(batch, topology)) for batch in batches[1:]]
@@ -273,6 +274,11 @@ def _train(
         raise _Broken(phase, watch.first_not_finite(), error, layers) from error
     except Exception as error:
         raise _Broken(phase, at(), error, layers) from error
+
+
+def _check_number(loss: float) -> None:
+    if math.isnan(loss):
+        raise DataError("step 1 gave a loss that is no number (NaN)")
 
 
 def _batch(task: _Task, config: Config, step: int, before: Sequence[Mapping[str, Tensor]] | None) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from threed.device import beside, copy_stream, current_stream, is_accelerator
 from threed.memory.tiers import InMemory, Storage, start_copy
 from threed.precision import Scaler
 from threed.topology import Axis
+from threed.zero.bad_steps import BadSteps
 from threed.zero.gather import Gatherer
 from threed.zero.gradients import Gradient
 from threed.zero.state import State
@@ -43,13 +44,13 @@ class Updater(Protocol):
     gatherer: Gatherer
     everyone: Axis
     updates: Tensor
-    skips: Tensor
     scaler: Scaler
+    bad: BadSteps
 
     def before(self) -> Before:
         """Returns what an update begins with."""
 
-    def apply(self, gradients: Sequence[Gradient], update: Update) -> None:
+    def apply(self, gradients: Sequence[Gradient], update: Update, guessed: bool = False) -> None:
         """Does an update."""
 
     def changing(self) -> AbstractContextManager[None]:
@@ -98,7 +99,7 @@ class Optimistic:
         attempt = self._begin(gradients, before, guess, mine)
         if guessed:
             self._copy()
-            optimizer.apply([Gradient(Unspent(g.storage.fetch().wait()), g.squares) for g in gradients], guess)
+            optimizer.apply([Gradient(Unspent(g.storage.fetch().wait()), g.squares) for g in gradients], guess, True)
         else:
             optimizer.apply(gradients, attempt.results())
         self._attempt = attempt
@@ -135,6 +136,8 @@ class Optimistic:
         if attempt is None:
             return True
         self._hopeful = not bool(attempt.wrong.wait())
+        if self._hopeful and attempt.guessed:
+            self.optimizer.bad.observe(attempt.results())
         if self._hopeful or not attempt.guessed:
             return True
         self.restarts += 1
@@ -154,7 +157,7 @@ class Optimistic:
         """What an update changes: counters, and what `_storages` has of every bucket."""
         optimizer = self.optimizer
         slices = [storage.fetch().wait() for state in optimizer.states for storage in _storages(state)]
-        return [optimizer.updates, optimizer.skips, *optimizer.scaler.tensors, *slices]
+        return [optimizer.updates, optimizer.bad.skips, *optimizer.scaler.tensors, *slices]
 
     def _copy(self) -> None:
         changed = self._changed()

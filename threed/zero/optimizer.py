@@ -26,6 +26,7 @@ from threed.memory.tiers import InMemory, StagedBuffer, start_copy
 from threed.ops.update import Rule, StepScalars
 from threed.precision import LossScale, Scaler
 from threed.topology import Axis
+from threed.zero.bad_steps import BadSteps
 from threed.zero.gather import Gatherer
 from threed.zero.gradients import Gradient
 from threed.zero.layout import Bucket, Layout
@@ -56,13 +57,13 @@ class Optimizer:
     learning_rate: maps the number of updates done (a tensor) to a learning rate (a tensor). grad_clip: the largest
     norm a step may have, 0 for no clipping. everyone: the axis of all ranks, for the norm. loss_scale: the factor in
     the gradients. delayed: the update runs during the next step, which uses the weights from before it. optimistic: the
-    update does not wait for the norm, and is validated later. device: where the layers run.
+    update does not wait for the norm, and is validated later. max_spike: see `BadSteps`. device: where the layers run.
     """
 
     def __init__(
         self, layout: Layout, gatherer: Gatherer, everyone: Axis, rule: Rule,
         learning_rate: Callable[[Tensor], Tensor], *, device: torch.device, grad_clip: float, loss_scale: LossScale,
-        delayed: bool = False, optimistic: bool = False,
+        delayed: bool = False, optimistic: bool = False, max_spike: float = 0.0,
     ) -> None:  # fmt: skip
         self.layout, self.gatherer, self.everyone, self.rule = layout, gatherer, everyone, rule
         self.learning_rate, self.grad_clip = learning_rate, grad_clip
@@ -75,8 +76,8 @@ class Optimizer:
         self._under_way: Future[None] | None = None
         self._torn = False  # a change of states began and did not end
         self.updates = torch.zeros((), dtype=torch.float64, device=device)  # done so far; a skipped step is none
-        self.skips = torch.zeros((), dtype=torch.float64, device=device)
         self.scaler = Scaler(loss_scale, device)
+        self.bad = BadSteps(device, max_spike, loss_scale)
         self.optimistic = Optimistic(self) if optimistic else None
         self.versions = Versions(layout, gatherer) if layout.policy.versions > 1 else None
         self.unused: Unused | None = None  # set for a wrapped module
@@ -85,8 +86,8 @@ class Optimizer:
     def step(self, gradients: Sequence[Gradient], carry: Tensor) -> Callable[[], Update]:
         """Updates the weights from every bucket's slice of the summed gradients; returns what gives the results.
 
-        carry: fp64 [k], numbers of this rank (its loss), summed over all ranks in the same all-reduce as the norm. An
-        optimistic update does not wait for that: whoever asks for the results does.
+        carry: fp64 [1 + k], numbers of this rank, its loss first, summed over all ranks in the same all-reduce as the
+        norm. An optimistic update does not wait for that: whoever asks for the results does.
         """
         mine = self._share(gradients, carry)
         if self.optimistic is not None:
@@ -95,9 +96,10 @@ class Optimizer:
         self.apply(gradients, update)
         return lambda: update
 
-    def begin(self, gradients: Sequence[Gradient]) -> Callable[[], Update]:
-        """Begins the sum over all ranks, without a carry; returns what waits for it, updates and gives the results."""
-        mine = self._share(gradients, torch.zeros(0, dtype=torch.float64, device=self.updates.device))
+    def begin(self, gradients: Sequence[Gradient], loss: Tensor) -> Callable[[], Update]:
+        """Begins the sum over all ranks, with this rank's loss fp64 [1]; returns what waits for it, updates and gives
+        the results."""
+        mine = self._share(gradients, loss)
         before, pending = self.before(), collectives.start_sum_of_scalars(mine, self.everyone)
 
         def end() -> Update:
@@ -116,18 +118,24 @@ class Optimizer:
 
     def before(self) -> Before:
         """Returns what an update begins with."""
-        scale, skips = self.scaler.scale.clone(), self.skips.clone()
-        return Before(self.learning_rate(self.updates), scale, skips, self.grad_clip)
+        return self.bad.before(self.learning_rate(self.updates), self.scaler.scale.clone(), self.grad_clip)
 
-    def apply(self, gradients: Sequence[Gradient], update: Update) -> None:
-        """Counts an update, and begins to do it."""
+    def apply(self, gradients: Sequence[Gradient], update: Update, guessed: bool = False) -> None:
+        """Counts an update, and begins to do it. guessed: its norm is not known yet; call `bad.observe` when it is."""
         if self.versions is not None:
             self.versions.turn()
         self.updates += 1 - update.skip
-        self.skips += update.skip
-        self.scaler.update(update.skip)
+        self.bad.count(update)
+        if not guessed:
+            self.bad.observe(update)
+        self.scaler.update(update.overflow)
         scale = torch.where(update.skip == 0, update.clip / update.loss_scale, 1.0)
         self._update_all(gradients, StepScalars(update.lr, self.updates.clamp(min=1), scale, update.skip))
+
+    @property
+    def skips(self) -> Tensor:
+        """Steps skipped so far."""
+        return self.bad.skips
 
     @property
     def pending(self) -> bool:
@@ -262,6 +270,10 @@ class Optimizer:
     def tear(self) -> None:
         """Marks the states as inconsistent, until a load."""
         self._torn = True
+
+    def mend(self) -> None:
+        """Takes that back."""
+        self._torn = False
 
     def check_whole(self) -> None:
         """Raises RuntimeError when a change of the states was interrupted."""

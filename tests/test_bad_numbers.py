@@ -1,0 +1,560 @@
+"""Steps that are not finite, in every kind of run: skipped alike on all ranks, said, and never in a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.accelerator.pretend import pretending
+from tests.configs import Case, config_of, engine_of
+from tests.harness import run_ranks
+from tests.runs import open_text, run
+from tests.test_step import POISONS, data, same, state, with_
+from threed import collectives
+from threed.arguments import load
+from threed.checkpoint.files import CheckpointError
+from threed.checks import find_problems
+from threed.config import ConfigError
+from threed.engine import Engine
+from threed.metrics import BadStepsError
+from threed.monitor import metrics as records
+from threed.precision import LossScale
+from threed.trainer import Trainer
+from threed.zero import replicas
+
+NAN = float("nan")
+
+
+# --------------------------------------------------------------------------------------------- skipped, in a row, ended
+
+
+def poison_weight(engine: Engine, rank: int | None = None) -> None:
+    """Makes one element of one weight NaN that this rank updates, its master too; on one rank only, or on all."""
+    engine.optimizer.settle()
+    engine.optimizer.flush()
+    with engine.optimizer.held(engine.optimizer.states[0], ("weight",), write=True) as held:
+        if rank in (None, engine.topology.rank):
+            held["weight"][0] = NAN
+    engine.optimizer.gatherer.complete()
+    engine.optimizer.settle()
+
+
+def poison_loss(engine: Engine, value: float = NAN) -> None:
+    """The next step's loss comes out as `value` on this rank, with gradients that are finite."""
+    inner = engine._carry
+
+    def carry(*about: Any) -> Any:
+        engine._carry = inner  # type: ignore[method-assign]
+        return torch.full_like(inner(*about), value)
+
+    engine._carry = carry  # type: ignore[method-assign]
+
+
+COVERING = {
+    1: [Case(layers=2), Case(layers=2, zero=3, offload_optimizer="cpu", dtype="bf16")],
+    2: [
+        Case(dp=2, layers=2, zero=0, dtype="fp32"),
+        Case(dp=2, layers=2, zero=3, offload_optimizer="cpu", offload_params="cpu", dtype="bf16"),
+        Case(dp=2, layers=2, zero=2, offload_optimizer="nvme"),
+        Case(tp=2, layers=2, sequence=True, model="llama"),
+        Case(pp=2, layers=2, schedule="1f1b", dtype="bf16"),
+        Case(pp=2, layers=2, schedule="split-1f1b", recompute="full"),
+        Case(pp=2, layers=4, schedule="2bw", microbatches=4, zero=0),
+    ],
+    4: [
+        Case(dp=2, tp=2, layers=2, zero=1, model="qwen-tied"),
+        Case(pp=2, dp=2, layers=2, zero=3, microbatches=4, dtype="bf16"),
+        Case(dp=4, layers=2, zero=2, shard=2),
+        Case(pp=2, tp=2, layers=4, schedule="2bw", microbatches=4, zero=0),
+    ],
+}  # fmt: skip
+
+
+def bits(engine: Engine) -> list[torch.Tensor]:
+    """All that steps change, once the last one is at its end."""
+    engine._finish()
+    return state(engine)
+
+
+def skips_of(case: Case, optimistic: bool, delayed: bool) -> list[str]:
+    """What is wrong of a case: one rank's bad loss, then its bad gradient, cost a step each and change nothing else."""
+    config = with_(config_of(case), train={"max_bad_steps": 3})
+    if optimistic:
+        config = with_(config, parallel={"optimistic_step": True})
+    if delayed:
+        config = with_(config, zero={"delayed_update": True})
+    about = f"{case} optimistic={optimistic} delayed={delayed}"
+    engine, wrong, before = engine_of(config), [], list[torch.Tensor]()
+    late, bad = engine.asynchronous is not None, engine.topology.rank == engine.topology.world - 1
+    for step in range(5):
+        if step in (1, 2):
+            before = before or bits(engine)
+            if bad:
+                poison_loss(engine) if step == 1 else POISONS["sink"](engine, NAN)
+        metrics = engine.step(data(engine, step))
+        if step == 2 and not same(bits(engine), before):
+            wrong.append(f"{about}: a skipped step changed weights, moments, or the number of updates")
+        row = {1: 1, 2: 2}.get(step, 0)
+        if engine.bad_steps() != row or (not late and metrics.bad_steps != row):
+            wrong.append(f"{about}: {engine.bad_steps()}, {metrics.bad_steps} in a row after step {step}")
+    if float(engine.optimizer.skips) != 2 or float(engine.optimizer.updates) != 3:
+        wrong.append(f"{about}: {float(engine.optimizer.skips)} skipped, {float(engine.optimizer.updates)} updates")
+    return wrong
+
+
+def ends_of(case: Case, optimistic: bool) -> list[str]:
+    """What is wrong with the end of a run with a NaN in one rank's weight."""
+    config = with_(config_of(case), train={"max_bad_steps": 3})
+    if optimistic:
+        config = with_(config, parallel={"optimistic_step": True})
+    engine, ended = engine_of(config), 0
+    engine.step(data(engine))
+    poison_weight(engine)
+    for step in range(1, 6):
+        metrics = engine.step(data(engine, step))
+        try:
+            metrics.loss  # noqa: B018  reading it is the test
+        except BadStepsError as error:
+            ended = step
+            if "3 steps in a row up to step 4 were skipped (loss nan" not in str(error) and not engine.asynchronous:
+                return [f"{case}: {error}"]
+            break
+    # Of steps that overlap, the update of a batch comes in the next one.
+    return [] if ended == 3 + (engine.asynchronous is not None) else [f"{case}: ended at {ended}"]
+
+
+def look_at_all(cases: Sequence[Case]) -> list[str]:
+    wrong: list[str] = []
+    for case in cases:
+        hopeful = [False, True] if case.pp > 1 and case.schedule != "2bw" else [False]
+        for optimistic in hopeful:
+            wrong += skips_of(case, optimistic, False)
+            wrong += ends_of(case, optimistic)
+        if case.offload_optimizer == "cpu":
+            wrong += skips_of(case, False, True)
+    return wrong
+
+
+@pytest.mark.parametrize("world", COVERING)
+def test_what_is_not_finite_is_skipped_alike_and_ends_a_run(world: int) -> None:
+    """Over stages of ZeRO, offload, delayed and optimistic updates, pipelines (2bw too), tensor ranks, formats."""
+    for wrong in run_ranks(world, look_at_all, COVERING[world]):
+        assert not wrong, "\n".join(wrong)
+
+
+def rows_under_fp16(_: int) -> list[int]:
+    """Bad steps in a row, of a run whose loss scale falls to its smallest while every step overflows."""
+    scale = LossScale(initial=8.0, hysteresis=1, window=100, minimum=2.0)
+    engine = engine_of(config_of(Case(layers=2, dtype="fp16")), loss_scale=scale)
+    poison_weight(engine)
+    return [engine.step(data(engine, step)).bad_steps for step in range(5)]
+
+
+def test_a_falling_loss_scale_is_no_row_of_bad_steps() -> None:
+    """Scales 8, 4 are still falling; at 2, the smallest, steps count."""
+    assert run_ranks(1, rows_under_fp16, 0) == [[0, 0, 1, 2, 3]]
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def saved_and_loaded(case: Case, folder: str) -> list[str]:
+    """What a save and a load say about one rank's values that are not finite, and what is on the disk then."""
+    engine, path, said = engine_of(config_of(case)), Path(folder) / "step-1", []
+    engine.step(data(engine))
+    engine.save(path)
+    before = sorted(entry.name for entry in Path(folder).iterdir())
+    good = bits(engine)
+    if engine.topology.rank == engine.topology.world - 1:
+        poison_part(engine, "exp_avg_sq", math.inf)
+    for target in (path, Path(folder) / "step-2"):
+        with pytest.raises(CheckpointError) as refused:
+            engine.save(target)
+        said.append(str(refused.value))
+    assert sorted(entry.name for entry in Path(folder).iterdir()) == before
+    engine.load(path)  # the one that was there before is whole
+    assert same(bits(engine), good)
+    with mock.patch("threed.checkpoint.finite.is_finite", return_value=True):
+        if engine.topology.rank == engine.topology.world - 1:
+            poison_part(engine, "weight", NAN)
+        engine.save(Path(folder) / "step-3")
+    with pytest.raises(CheckpointError) as refused:
+        engine.load(Path(folder) / "step-3")
+    said.append(str(refused.value))
+    with pytest.raises(RuntimeError, match="load a checkpoint"):
+        engine.step(data(engine, 1))
+    engine.load(path)
+    assert same(bits(engine), good)
+    return said
+
+
+def poison_part(engine: Engine, part: str, value: float) -> None:
+    """Sets one element of this rank's part of the state, of a bucket that it saves."""
+    state = next(s for s in engine.optimizer.states if s.bucket.group.owned and next(s.bucket.runs(), None))
+    with engine.optimizer.held(state, (part,), write=True) as held:
+        held[part][next(state.bucket.runs()).offset] = value
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dp=2, layers=2, zero=3, dtype="bf16", offload_optimizer="cpu"),
+        Case(pp=2, layers=2, dtype="fp32", model="llama"),
+    ],
+)
+def test_values_that_are_not_finite_are_neither_saved_nor_loaded(case: Case, tmp_path: Path) -> None:
+    first, second = run_ranks(2, saved_and_loaded, case, str(tmp_path))
+    assert first == second
+    assert all("rank 1 could not write" in text and "exp_avg_sq of " in text for text in first[:2])
+    assert all(
+        "not finite (NaN or infinite), and is not saved (earlier checkpoints are intact)" in t for t in first[:2]
+    )
+    assert "step-3: weight of " in first[2]
+    assert "so training cannot go on from it" in first[2]
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+
+@contextlib.contextmanager
+def before_step(number: int, do: Any) -> Any:
+    """Does something to the engine before its step of this number, on every rank."""
+    inner = Engine.step
+
+    def step(engine: Engine, batch: Any) -> Any:
+        if engine.steps == number - 1:
+            do(engine)
+        return inner(engine, batch)
+
+    with mock.patch.object(Engine, "step", step):
+        yield
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+
+
+KEEPS = {"checkpoint": {"every": 2, "keep": 2}, "train": {"steps": 20, "max_bad_steps": 4, "eval_samples": 2}}
+
+
+def lost_weight(folder: Path) -> list[str]:
+    """A weight turns NaN on one rank, after checkpoints of steps 2 and 4; then the run is resumed."""
+    text, said = open_text(folder), []
+
+    with before_step(6, lambda engine: poison_weight(engine, 1)), pytest.raises(BadStepsError) as ended:
+        said.append(run(folder, text, 2, **KEEPS))
+    said.append(str(ended.value))
+    said.append(run(folder, text, 2, **{**KEEPS, "train": {**KEEPS["train"], "sample_tokens": 0}}))
+    return said
+
+
+def test_a_run_with_a_lost_weight_ends_and_goes_on_from_its_last_good_checkpoint(tmp_path: Path) -> None:
+    """Losses after it are those of a run to which nothing happened, bit for bit."""
+    saids = run_ranks(2, lost_weight, tmp_path)
+    assert [said[0] for said in saids] == [saids[0][0]] * 2
+    assert saids[0][0].startswith("4 steps in a row up to step 9 were skipped (loss nan, gradient norm nan")
+    assert "resumed    " in saids[0][1]
+    assert "step-4" in saids[0][1]
+    run_ranks(2, undisturbed, tmp_path / "other")
+    rows, others = (records.read(path / "run" / "metrics.jsonl") for path in (tmp_path, tmp_path / "other"))
+    assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in others]
+    assert len(rows) == 20
+    assert rows[-1]["train/skipped_steps"] == 0
+
+
+def undisturbed(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    run(folder, open_text(folder), 2, **KEEPS)
+
+
+def bad_batches(folder: Path) -> str:
+    """Steps 4 to 6 have a gradient that is not finite; a checkpoint is due after the 4th and the 6th."""
+    with contextlib.ExitStack() as stack:
+        for number in (4, 5, 6):
+            stack.enter_context(before_step(number, lambda engine: POISONS["sink"](engine, NAN)))
+        return run(folder, open_text(folder), **{**KEEPS, "train": {**KEEPS["train"], "steps": 7}})
+
+
+def test_a_checkpoint_waits_for_a_step_that_is_not_skipped(tmp_path: Path) -> None:
+    """And the learning rate for the update that it belongs to."""
+    said = run_ranks(1, bad_batches, tmp_path)[0]
+    rows = records.read(tmp_path / "run" / "metrics.jsonl")
+    assert [row["train/skipped_steps"] for row in rows] == [0, 0, 0, 1, 2, 3, 3]
+    assert rows[3]["train/lr"] == rows[4]["train/lr"] == rows[5]["train/lr"] == rows[6]["train/lr"]
+    assert "step 4: 1 step skipped, 1 in a row so far (loss " in said
+    assert "no checkpoint of step 4: 1 steps in a row were skipped; put off" in said
+    assert kept(tmp_path) == ["step-2", "step-7"]
+
+
+def absurd_rate(folder: Path) -> list[str]:
+    """Good checkpoints of steps 2 and 4; then the same run with a learning rate of 1e38."""
+    text = open_text(folder)
+    run(folder, text, **{**KEEPS, "train": {**KEEPS["train"], "steps": 20, "stop_after": 4}})
+    flags = {**KEEPS, "optim": {"lr": 1e38, "warmup": 0}, "precision": {"dtype": "fp32"}}
+    with pytest.raises((BadStepsError, CheckpointError)) as ended:
+        run(folder, text, **flags)
+    return [str(ended.value), run(folder, text, **KEEPS)]
+
+
+def test_a_learning_rate_of_1e38_ends_the_run_and_costs_no_good_checkpoint(tmp_path: Path) -> None:
+    ended, said = run_ranks(1, absurd_rate, tmp_path)[0]
+    assert "4 steps in a row up to step" in ended
+    assert "step-4" in said.split("resumed")[1].splitlines()[0]
+
+
+def says_nothing(folder: Path) -> str:
+    """A run whose model has a NaN when it generates text."""
+    inner = Trainer._end
+
+    def end(trainer: Trainer) -> None:
+        poison_weight(trainer.engine)
+        inner(trainer)
+
+    with mock.patch.object(Trainer, "_end", end):
+        tiny = {"train": {"steps": 2, "global_batch": 4, "micro_batch": 2, "eval_samples": 2, "sample_tokens": 8}}
+        return run(folder, open_text(folder), 2, **tiny)
+
+
+def test_a_model_with_a_nan_generates_a_line_that_says_so(tmp_path: Path) -> None:
+    said = run_ranks(2, says_nothing, tmp_path)[0]
+    assert "the model writes:\nnothing: the model's logits are not finite (NaN or infinite)" in said
+
+
+# ------------------------------------------------------------------------------------------------------------ replicas
+
+
+def flip(values: torch.Tensor, bit: int = 0, at: int = 0) -> None:
+    """Flips one bit of one element, in place."""
+    flat = values.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+    flat[at] ^= 1 << bit
+
+
+def flip_parameter(engine: Engine, replicated: bool = False) -> str:
+    """Flips the lowest bit of a parameter that is whole on this rank; its name."""
+    group = next(g for g in engine.layout.groups if not g.sliced and (g.key.replicated or g.key.tied or not replicated))
+    flip(group.view(group.slots[-1], group.params))
+    return group.slots[-1].spec.name
+
+
+def flip_state(engine: Engine, part: str) -> str:
+    """Flips the lowest bit of this rank's part of a state; the name of the parameter."""
+    engine.optimizer.flush()
+    state = next(s for s in engine.optimizer.states if next(s.bucket.runs(), None))
+    run = next(state.bucket.runs())
+    buffers = state.fetch((part,))
+    flip(buffers[part].wait(), at=run.offset)
+    buffers[part].store()
+    return run.piece.name
+
+
+def parameter(engine: Engine) -> str:
+    return f"parameters of {flip_parameter(engine)}"
+
+
+def copied(engine: Engine) -> str:
+    return f"parameters of {flip_parameter(engine, replicated=True)}"
+
+
+def moment(engine: Engine) -> str:
+    return f"exp_avg of {flip_state(engine, 'exp_avg')}"
+
+
+def master(engine: Engine) -> str:
+    return f"weight of {flip_state(engine, 'weight')}"
+
+
+DP0, HSDP = Case(dp=4, layers=2, zero=0, dtype="bf16"), Case(dp=4, layers=2, zero=3, shard=2, dtype="bf16")
+FLIPS: dict[int, list[tuple[Case, Any, int, str]]] = {
+    2: [
+        (Case(dp=2, layers=2, zero=0, dtype="fp32"), parameter, 1, "ranks 0 (H), 1 (H): they hold different values"),
+        (Case(dp=2, layers=2, zero=1), parameter, 0, "ranks 0 (H), 1 (H)"),
+        (Case(tp=2, layers=2, model="llama"), copied, 1, "ranks 0 (H), 1 (H)"),
+        (Case(pp=2, layers=2, zero=0), copied, 1, "ranks 0 (H), 1 (H)"),
+        (Case(pp=2, layers=4, schedule="2bw", microbatches=4, zero=0), copied, 1, "ranks 0 (H), 1 (H)"),
+        (Case(pp=2, layers=4, schedule="dualpipe", microbatches=4, zero=0), parameter, 0, "ranks 0 (H), 1 (H)"),
+    ],
+    4: [
+        (DP0, parameter, 2, "rank 2 (H): other values than on ranks 0, 1, 3"),
+        (DP0, moment, 0, "rank 0 (H): other values than on ranks 1, 2, 3"),
+        (DP0, master, 3, "rank 3 (H): other values than on ranks 0, 1, 2"),
+        (HSDP, moment, 3, "ranks 1 (H), 3 (H): they hold different values"),
+        (replace(HSDP, offload_optimizer="cpu", offload_params="cpu"), master, 0, "ranks 0 (H), 2 (H)"),
+        (Case(dp=2, tp=2, layers=2, zero=0), copied, 3, "rank 3 (H): other values than on ranks 1, 2"),
+        (Case(pp=2, dp=2, layers=2, zero=1, dtype="bf16"), parameter, 2, ""),
+    ],
+}  # fmt: skip
+
+
+def compared_after_flips(flips: Sequence[tuple[Case, Any, int, str]]) -> list[str]:
+    """What is wrong about the comparison: after steps without a fault, and after one bit of one rank was flipped."""
+    wrong = []
+    for case, how, rank, says in flips:
+        engine = engine_of(config_of(case))
+        for step in range(3):
+            engine.step(data(engine, step))
+        engine.compare_replicas()
+        mine = how(engine) if engine.topology.rank == rank else ""
+        name = collectives.exchange(mine, engine.topology.axis("world"))[rank]
+        try:
+            engine.compare_replicas()
+            said = "nothing"
+        except replicas.ReplicaError as error:
+            said = str(error).replace(f"({socket.gethostname()})", "(H)")
+        if says not in said or not said.startswith(f"step 3: {name} is no longer the same"):
+            wrong.append(f"{case} {how.__name__} on {rank}, {name}: {said}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", FLIPS)
+def test_a_bit_that_flips_in_a_copy_is_found_and_its_rank_named(world: int) -> None:
+    """Of parameters, masters and moments; copies on data ranks, in HSDP's groups, on tensor ranks, on tied stages."""
+    for wrong in run_ranks(world, compared_after_flips, FLIPS[world]):
+        assert not wrong, "\n".join(wrong)
+
+
+def flipped_on_the_way(folder: Path) -> list[Any]:
+    """A run of two data ranks, one of which has a bit flipped before step 5; saved every second step."""
+    flags = {**KEEPS, "zero": {"stage": 0}, "run": {"dir": str(folder / "run"), "name": "run", "check_replicas": 3}}
+
+    def damage(engine: Engine) -> None:
+        engine.optimizer.settle()
+        if engine.topology.rank == 1:
+            flip_parameter(engine)
+
+    with before_step(5, damage), pytest.raises(replicas.ReplicaError) as ended:
+        run(folder, open_text(folder), 2, **flags)
+    return [str(ended.value), kept(folder)]
+
+
+def test_a_run_with_a_flipped_bit_ends_before_it_saves(tmp_path: Path) -> None:
+    """Copies are compared after steps 3 and 6, and before each checkpoint: after 2, 4 and 6."""
+    for said, names in run_ranks(2, flipped_on_the_way, tmp_path):
+        assert said.startswith("step 6: parameters of ")
+        assert "two copies do not tell which is right" in said
+        assert names == ["step-2", "step-4"]
+
+
+# -------------------------------------------------------------------------------------------------------------- spikes
+
+
+def scale_gradients(engine: Engine, factor: float) -> None:
+    """The next step's summed gradients come out larger by a factor, on every rank."""
+    inner = engine.optimizer._share
+
+    def share(gradients: Any, carry: Any) -> Any:
+        engine.optimizer._share = inner  # type: ignore[method-assign]
+        for gradient in gradients:
+            staged = gradient.storage.fetch()
+            staged.wait().mul_(factor)
+            staged.store()
+            gradient.squares.mul_(factor**2)
+        return inner(gradients, carry)
+
+    engine.optimizer._share = share  # type: ignore[method-assign]
+
+
+def spiking(case: Case, folder: str) -> list[str]:
+    """What is wrong with a run whose 4th and 6th steps are spikes: also optimistic, and resumed after the 5th."""
+    wrong, config = [], with_(config_of(case), train={"max_norm_spike": 3.0, "grad_clip": 1e9})
+    engines = [engine_of(config)]
+    if case.pp > 1 and case.schedule != "2bw":
+        engines.append(engine_of(with_(config, parallel={"optimistic_step": True})))
+    ends = []
+    with mock.patch("threed.zero.bad_steps.JUDGED_FROM", 2.0):
+        for number, engine in enumerate(engines):
+            norms = []
+            for step in range(8):
+                if step == 5:
+                    engine.save(f"{folder}/{number}")
+                if step in (3, 5):
+                    scale_gradients(engine, 30.0)
+                metrics = engine.step(data(engine, step))
+                norms.append(metrics.grad_norm)
+                skipped, row = (metrics.skipped, metrics.bad_steps) if engine.asynchronous is None else (0, 0)
+                want = ((step >= 3) + (step >= 5), step in (3, 5)) if engine.asynchronous is None else (0, 0)
+                if (skipped, row) != want:
+                    wrong.append(f"{case}: {skipped} skipped, {row} in a row after step {step}, not {want}")
+            ends.append([*bits(engine), engine.optimizer.bad.mean, engine.optimizer.bad.norms])
+            if engine.asynchronous is None:
+                kept_norms = [norm for step, norm in enumerate(norms) if step not in (3, 5)]
+                if not math.isclose(float(engine.optimizer.bad.mean), sum(kept_norms) / len(kept_norms), rel_tol=1e-9):
+                    wrong.append(f"{case}: the mean is {float(engine.optimizer.bad.mean)} of {norms}")
+            if float(engine.optimizer.skips) != 2:
+                wrong.append(f"{case}: {float(engine.optimizer.skips)} skipped")
+            resumed = engine_of(engine.config)
+            resumed.load(f"{folder}/{number}")
+            for step in range(5, 8):
+                if step == 5:
+                    scale_gradients(resumed, 30.0)
+                resumed.step(data(resumed, step))
+            ends.append([*bits(resumed), resumed.optimizer.bad.mean, resumed.optimizer.bad.norms])
+    wrong += [
+        f"{case}: other weights, moments or means, run {n}" for n, end in enumerate(ends) if not same(end, ends[0])
+    ]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dp=2, layers=2, zero=2, dtype="bf16"),
+        Case(pp=2, layers=2, schedule="split-1f1b"),
+        Case(pp=2, layers=4, schedule="2bw", microbatches=4, zero=0),
+        Case(dp=2, layers=2, zero=3, offload_optimizer="cpu"),
+    ],
+)
+def test_spikes_are_skipped_and_their_mean_is_in_checkpoints(case: Case, tmp_path: Path) -> None:
+    """The same bits waiting for the norm or not, and resumed or not."""
+    for wrong in run_ranks(2, spiking, case, str(tmp_path)):
+        assert not wrong, "\n".join(wrong)
+
+
+def flipped_exponent(case: Case) -> list[float]:
+    """A high bit of the exponent of a weight that one rank alone holds flips; what follows."""
+    config = with_(config_of(case), train={"max_norm_spike": 5.0, "max_bad_steps": 3})
+    engine, row = engine_of(config), []
+    with mock.patch("threed.zero.bad_steps.JUDGED_FROM", 3.0):
+        for step in range(8):
+            if step == 5 and engine.topology.rank == 1:
+                state = next(s for s in engine.optimizer.states if next(s.bucket.runs(), None))
+                flip(state.weight.fetch().wait(), bit=30, at=next(state.bucket.runs()).offset)
+            metrics = engine.step(data(engine, step))
+            row.append(metrics.bad_steps)
+            if metrics.bad_steps < 3:
+                assert metrics.loss > 0 or math.isnan(metrics.loss)
+    with pytest.raises(BadStepsError):
+        metrics.loss  # noqa: B018  reading it is the test
+    return row
+
+
+def test_a_bit_that_flips_in_memory_and_makes_a_number_huge_ends_a_run() -> None:
+    """Of a weight that has no copy to be compared with; a low bit would not be seen."""
+    assert run_ranks(2, flipped_exponent, Case(dp=2, layers=2, zero=3, dtype="fp32")) == [[0] * 5 + [1, 2, 3]] * 2
+
+
+def test_nothing_of_it_is_read_on_the_host_in_a_step() -> None:
+    """As rank 1 of four, with spikes judged."""
+    case = Case(pp=2, dp=2, layers=2, dtype="bf16", microbatches=2)
+    config = with_(config_of(case), train={"max_norm_spike": 10.0})
+    with pretending(1, case.world) as device:
+        engine = device.engine(config)
+        device.step(engine)
+        device.step(engine)
+        assert device.faults == device.waits == []
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    config = config_of(Case(layers=2))
+    lonely = with_(config, run={"check_replicas": 5})
+    assert "one rank: it holds no copy of another's" in "\n".join(find_problems(lonely, 1))
+    with pytest.raises(ConfigError, match="must be above 1, such as 10, or 0 for none"):
+        load(["--train.max-norm-spike", "0.5"])

@@ -1,0 +1,194 @@
+"""Are copies still copies? Ranks that hold the same weights and moments compare hashes of the bits.
+
+    check(optimizer, topology, step)    ReplicaError on every rank, naming the ranks that differ; collective
+    compared(optimizer, topology)       bytes that this rank holds copies of, and bytes that it holds alone
+
+Copies are: under stage 0 everything on all data ranks; with `zero.shard-size` the slices of different groups (HSDP);
+parameters that stay whole (stages 0 to 2) on all data ranks; weights that every tensor rank has, such as norms; weights
+tied over pipeline stages. What only one rank holds has nothing to be compared with. Phases: a number for each group of
+parameters and part of its state · an all-gather along each axis · where they differ, the same for each parameter of the
+group. The hash is the sum of all bit patterns times odd numbers that differ by place, modulo 2^64: a change of one
+element always changes it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from threed import collectives
+from threed.device import start_copy_in
+from threed.topology import Axis, Topology
+from threed.zero.layout import Group
+from threed.zero.optimizer import Optimizer
+from threed.zero.state import WEIGHT, State, drop_all, fetched_in_turn
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+PIECE, FACTOR = 2**20, 6364136223846793005  # elements at once; an odd number, by which nothing is lost modulo 2^64
+PARAMETERS, BEFORE = "parameters", "parameters of the version before"
+
+
+class ReplicaError(RuntimeError):
+    """Ranks that should hold the same values do not; the same on every rank."""
+
+
+Difference = tuple[str, list[int], list[int]]  # what it is of, the ranks in the minority, all that hold it
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Values of a group of parameters that this rank holds: a part of its state, or the parameters themselves.
+
+    axes: along which other ranks hold copies. names, hashes: of its parameters, int64 [k].
+    """
+
+    group: Group
+    part: str
+    axes: tuple[Axis, ...]
+    names: tuple[str, ...]
+    hashes: Tensor
+    nbytes: int
+
+
+def fingerprint(values: Tensor) -> Tensor:
+    """Returns the hash of a tensor's bits, an int64 scalar on its device; memory of 2^20 elements is taken."""
+    bits = values.detach().reshape(-1)
+    bits = bits.view(INTEGERS[bits.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    odd = 2 * torch.arange(min(PIECE, bits.numel()), dtype=torch.int64, device=bits.device) + 1
+    for piece in bits.split(PIECE):
+        total = total * FACTOR + (piece.to(torch.int64) * odd[: piece.numel()]).sum()
+    return total
+
+
+def check(optimizer: Optimizer, topology: Topology, step: int) -> None:
+    """Compares all copies after a step. ReplicaError on every rank where any differ. Collective; the host waits for the
+    device."""
+    optimizer.settle()
+    optimizer.flush()
+    held = list(_held(optimizer, topology))
+    found = [text for axis in topology.shared_axes() for text in _differences(held, axis, topology.device)]
+    everyone = collectives.exchange([found, socket.gethostname()], topology.axis("world"))
+    problems = [problem for some, _ in everyone for problem in some]
+    if problems:
+        raise ReplicaError(f"step {step}: {_told(problems, [host for _, host in everyone])}")
+
+
+def compared(optimizer: Optimizer, topology: Topology) -> tuple[int, int]:
+    """Returns the bytes of weights and moments that this rank holds copies of, and of those that it alone holds."""
+    optimizer.settle()
+    optimizer.flush()
+    sizes = Counter[bool]()
+    for one in _held(optimizer, topology):
+        sizes[any(axis.size > 1 for axis in one.axes)] += one.nbytes
+    return sizes[True], sizes[False]
+
+
+# ---------------------------------------------------------------------------------------------------------- what it is
+
+
+def _held(optimizer: Optimizer, topology: Topology) -> Iterator[Copied]:
+    """Yields what this rank holds, group by group, in an order that all ranks of an axis share."""
+    states: dict[Group, list[State]] = {}
+    for state in (*optimizer.states, *optimizer.frozen):
+        states.setdefault(state.bucket.group, []).append(state)
+    for group in optimizer.layout.groups:
+        axes = _axes(group, topology, optimizer)
+        if not group.sliced:
+            yield _whole(group, PARAMETERS, group.params, (*axes, *_more_axes(group, topology, optimizer)))
+            if group.previous is not group.params:
+                yield _whole(group, BEFORE, group.previous, (*axes, *_more_axes(group, topology, optimizer)))
+        yield from _slices(group, states.get(group, []), axes)
+
+
+def _axes(group: Group, topology: Topology, optimizer: Optimizer) -> tuple[Axis, ...]:
+    """The axes along which a group's slices are copies."""
+    axes = [optimizer.layout.policy.replicas]
+    axes += [topology.axis(group.key.replicated)] if group.key.replicated else []
+    axes += [topology.stages(group.key.tied)] if group.key.tied and group.holders.size == 1 else []
+    return tuple(axes)
+
+
+def _more_axes(group: Group, topology: Topology, optimizer: Optimizer) -> tuple[Axis, ...]:
+    """The axes along which its parameters, which are whole, are copies besides."""
+    holders = group.holders if group.holders.size > 1 else None
+    return tuple(axis for axis in (optimizer.layout.policy.shard, holders) if axis is not None)
+
+
+def _whole(group: Group, part: str, buffer: Tensor, axes: tuple[Axis, ...]) -> Copied:
+    names = tuple(slot.spec.name for slot in group.slots)
+    hashes = torch.stack([fingerprint(group.view(slot, buffer)) for slot in group.slots])
+    return Copied(group, part, axes, names, hashes, buffer.nbytes)
+
+
+def _slices(group: Group, states: Sequence[State], axes: tuple[Axis, ...]) -> Iterator[Copied]:
+    """Yields the parts of the state of a group that are not its parameters themselves, or are sliced."""
+    parts = list(states[0].storages) if states else []
+    found: dict[str, tuple[list[str], list[Tensor], list[int]]] = {part: ([], [], []) for part in parts}
+    fetched = ((state, state.fetch(parts)) for state in states)
+    for state, buffers in fetched_in_turn(fetched):
+        for part in parts:
+            values, (names, hashes, sizes) = buffers[part].wait(), found[part]
+            for run in state.bucket.runs():
+                names.append(run.piece.name)
+                hashes.append(fingerprint(values[run.offset : run.offset + run.last - run.first]))
+                sizes.append((run.last - run.first) * values.element_size())
+        drop_all(buffers)
+    for part, (names, hashes, sizes) in found.items():
+        if hashes and not (part == WEIGHT and states[0].shared and not group.sliced):
+            yield Copied(group, part, axes, tuple(names), torch.stack(hashes), sum(sizes))
+
+
+# ----------------------------------------------------------------------------------------------------------- comparing
+
+
+def _differences(held: Sequence[Copied], axis: Axis, device: torch.device) -> list[Difference]:
+    """Returns what differs first along an axis, if anything does."""
+    mine = [one for one in held if any(other is axis for other in one.axes)]
+    if not mine or axis.size == 1:
+        return []
+    sums = torch.stack([start_copy_in(fingerprint(one.hashes), device) for one in mine])
+    rows = _of_all(sums, axis, device)
+    for number, one in enumerate(mine):
+        if len({row[number] for row in rows}) > 1:
+            each = _of_all(one.hashes, axis, device)
+            column = next(n for n in range(len(one.names)) if len({row[n] for row in each}) > 1)
+            odd = _odd_ones([row[column] for row in each])
+            return [(f"{one.part} of {one.names[column]}", [axis.ranks[n] for n in odd], list(axis.ranks))]
+    return []
+
+
+def _of_all(hashes: Tensor, axis: Axis, device: torch.device) -> list[list[int]]:
+    mine = start_copy_in(hashes, device)
+    rows: list[list[int]] = collectives.all_gather(mine, axis).view(axis.size, -1).tolist()
+    return rows
+
+
+def _odd_ones(values: Sequence[int]) -> list[int]:
+    """The places of what is not as the majority; all places where there is none."""
+    (value, most), *_ = Counter(values).most_common(1)
+    return [n for n, other in enumerate(values) if other != value or 2 * most <= len(values)]
+
+
+def _told(problems: Sequence[Difference], hosts: Sequence[str]) -> str:
+    """The message. Where a value has copies along several axes, the ranks that every one of them suspects."""
+    what = problems[0][0]
+    same = [(set(odd), set(ranks)) for name, odd, ranks in problems if name == what]
+    suspects, ranks = set.intersection(*(odd for odd, _ in same)), set.union(*(ranks for _, ranks in same))
+    suspects = suspects or set.union(*(odd for odd, _ in same))
+    others = sorted(ranks - suspects)
+    named = ", ".join(f"{rank} ({hosts[rank]})" for rank in sorted(suspects))
+    if others:
+        text = f"rank{'s' * (len(suspects) > 1)} {named}: other values than on {_ranks(others)}"
+    else:
+        text = f"ranks {named}: they hold different values, and two copies do not tell which is right"
+    return f"{what} is no longer the same on all ranks that hold a copy. {text}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
