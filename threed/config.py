@@ -22,6 +22,8 @@ from threed.values import (
     AutoSwitch,
     Betas,
     Count,
+    Duration,
+    DurationOrNone,
     Fraction,
     LayerPattern,
     LossScale,
@@ -212,6 +214,10 @@ class TrainConfig(_Group):
     eval_samples: Count = Field(64, description="validation sequences read, rounded up to whole global batches")
     grad_clip: NonNegative = Field(1.0, description="largest global gradient norm; 0: no clipping")
     sample_tokens: Natural = Field(200, description="tokens of text generated at the end; 0: none")
+    time_limit: Duration | None = Field(
+        None,
+        description="save and end after so long, from the launcher's start, such as 3h, 90m or 1:30:00; none: never",
+    )
 
 
 class OptimConfig(_Group):
@@ -274,6 +280,10 @@ class RunConfig(_Group):
     dir: PathText | None = Field(None, description="run folder; none, or --run.name without --run.dir: runs/<name>")
     name: Annotated[Text, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")] | None = Field(
         None, description="name of the run; none: of the preset or TOML file, else of the arch"
+    )
+    hang_timeout: DurationOrNone = Field(
+        600.0,
+        description="longest that a rank may stay in one phase before the run is ended and the rank named; 0: ever",
     )
     compile: Switch = Field(False, description="blocks run through torch.compile")
     compile_backend: Text = Field("inductor", description="who compiles them: a backend of torch.compile")
