@@ -47,6 +47,9 @@ class Supervision:
         coordinates = topology.coordinates
         place = ", ".join(f"{'stage' if axis == 'pp' else axis} {coordinates[axis]}" for axis in ("pp", "dp", "tp"))
         self.heart = Heartbeat(folder / "heartbeat", topology.rank, place)
+        if topology.rank == 0:
+            for old in self.heart.folder.glob("hung-*"):
+                old.unlink(missing_ok=True)
         token = collectives.exchange(secrets.token_hex(4), topology.axis("world"))[0]
         self.watchdog = Watchdog(self.heart, topology.world, config.run.hang_timeout, token)
         self.signals = Signals()

@@ -37,6 +37,11 @@ from threed.monitor.heartbeat import Heartbeat, process_state, siblings, when, w
 
 HUNG = 124  # the exit code of all ranks
 LOOK_S, ANSWER_S = 2.0, 3.0  # how often a rank that moves slowly looks for the file, and how long one waits for answers
+# torch's OpType (Work.hpp)
+_OPERATIONS = {
+    0: "broadcast", 1: "all-reduce", 4: "all-gather", 5: "all-gather", 9: "reduce-scatter", 10: "all-to-all",
+    11: "all-to-all", 12: "send", 13: "receive", 15: "barrier", 16: "reduce-scatter", 17: "send or receive",
+}  # fmt: skip
 COMMUNICATION = ("threed/collectives.py", "torch/distributed/")
 
 
@@ -194,18 +199,30 @@ def where() -> str:
 
 def _communication(frame: Any) -> str:
     """Returns which collective a thread waits in, and for whom; empty if it does not."""
-    found = None
+    found = work = None
     while frame is not None and any(part in frame.f_code.co_filename.replace(os.sep, "/") for part in COMMUNICATION):
         found, frame = frame, frame.f_back
+        work = work or found.f_locals.get("work")
     if found is None:
         return ""
-    axis = found.f_locals.get("axis") or getattr(found.f_locals.get("link"), "axis", None)
-    label = getattr(axis, "label", "")
+    name = found.f_code.co_name
+    if name == "wait":  # for one that was begun before
+        name = _OPERATIONS.get(_kind(work), "a collective")
+    label = getattr(found.f_locals.get("axis"), "label", "")
     over = f" over {label}" if label else ""
-    return f"waits in {found.f_code.co_name}{over}" + (f", for {_place(frame)}" if frame is not None else "")
+    return f"waits in {name}{over}" + (f", for {_place(frame)}" if frame is not None else "")
+
+
+def _kind(work: Any) -> int:
+    """Returns torch's number of an operation, -1 where it tells none."""
+    with contextlib.suppress(Exception):
+        return int(work._get_op_type())
+    return -1
 
 
 def _place(frame: Any) -> str:
+    while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension is no place
+        frame = frame.f_back
     path = "/".join(Path(frame.f_code.co_filename).parts[-2:])
     return f"{frame.f_code.co_name} at {path}:{frame.f_lineno}"
 
