@@ -51,6 +51,9 @@ class Signals:
                 signal.siginterrupt(number, False)  # libraries need not begin calls anew
         return self
 
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self, ignore: bool = False) -> None:
         """Puts the handlers back that were there before, or ignores what comes from here on; again does nothing."""
         for number, before in self._before.items():
