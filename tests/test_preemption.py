@@ -64,12 +64,15 @@ def test_a_restart_of_a_preempted_job_ends_and_the_next_job_begins(
 ) -> None:
     axis = alone("world")
     preemption.begin(tmp_path, "a", axis)
-    preemption.mark(tmp_path, 7, "SIGTERM", tmp_path / "step-7", "a")
+    preemption.mark(tmp_path, 7, "SIGTERM", tmp_path / "step-7", "a", 1)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(Preempted, match="preempted in step 7 by SIGTERM"):
         preemption.begin(tmp_path, "a", axis)
     assert json.loads((tmp_path / FILE).read_text())["step"] == 7
     preemption.begin(tmp_path, "b", axis)
+    assert not (tmp_path / FILE).exists()
+    preemption.mark(tmp_path, 7, "SIGTERM", tmp_path / "step-7", "a", 2)
+    preemption.begin(tmp_path, "a", axis)  # an elastic job that lost a machine
     assert not (tmp_path / FILE).exists()
     (tmp_path / FILE).write_text("{")
     preemption.begin(tmp_path, "b", axis)  # what cannot be read keeps nobody out

@@ -10,7 +10,7 @@ for it: it has long arrived, or a device is more than a step behind.
 
 The run folder's `preempted.json` says step, reason and checkpoint. The ranks end with exit code 75 (EX_TEMPFAIL of
 sysexits.h: try again later). torchrun takes that for a failure and may restart them: then they end at once, because the
-file is of the same job. The next start removes it and resumes.
+file is of the same job and as many ranks. The next start removes it and resumes.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ class Stop:
             total = collectives.sum_of_scalars(start_copy_in(flag, self.device), self.axis)
             host = torch.empty(1, pin_memory=True)
             host.copy_(total, non_blocking=True)
-            event = torch.Event(self.device)
-            event.record(stream)
+            event = stream.record_event()
         return lambda: _read(host, event)
 
     def now(self) -> bool:
@@ -90,21 +89,24 @@ def _read(host: Tensor, event: torch.Event) -> float:
     return float(host)
 
 
-def mark(folder: Path, step: int, reason: str, checkpoint: Path, job: str | None) -> None:
+def mark(folder: Path, step: int, reason: str, checkpoint: Path, job: str | None, world: int) -> None:
     """Writes the file of a run that was preempted."""
     about = {"step": step, "reason": reason, "checkpoint": str(checkpoint), "time": time.strftime("%Y-%m-%d %H:%M:%S")}
     scratch = folder / f"{FILE}.tmp"
-    scratch.write_text(json.dumps({**about, "job": job, "attempt": _attempt()}))
+    scratch.write_text(json.dumps({**about, "job": job, "attempt": _attempt(), "world": world}))
     scratch.replace(folder / FILE)
 
 
 def begin(folder: Path, job: str | None, axis: Axis) -> None:
-    """Removes the file that an earlier run left; raises Preempted if that was an attempt of this job. Collective."""
+    """Removes the file that an earlier run left; raises Preempted if that was an attempt of this job. Collective.
+
+    An attempt with another number of ranks goes on: a machine was taken away, and an elastic job has others.
+    """
     text = ""
     if axis.index == 0:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             found = json.loads((folder / FILE).read_text())
-            if found["job"] == job and found["attempt"] < _attempt():
+            if (found["job"], found["world"]) == (job, axis.size) and found["attempt"] < _attempt():
                 text = f"this job was preempted in step {found['step']} by {found['reason']}: it is not restarted"
             else:
                 (folder / FILE).unlink()

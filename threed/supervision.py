@@ -73,11 +73,12 @@ class Supervision:
         try:
             if isinstance(error, Exception):
                 self._tell(error)
-            elif error is None:
+            else:
                 self.heart.mark("ended")
         finally:
             self.watchdog.stop()
             self._over.set()
+            self.signals.wake()
             self._thread.join()
             self.signals.close(ignore=isinstance(error, Exception))  # a launcher ends all ranks with the first
             self.heart.close()

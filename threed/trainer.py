@@ -113,7 +113,7 @@ class Trainer:
         """Leaves word in the run folder that the run was asked to end; raises Preempted."""
         path, step = self.checkpoint(self.last_saved), self.engine.steps
         if self.main:
-            preemption.mark(self.folder, step, self.stop.reason, path, job_name())
+            preemption.mark(self.folder, step, self.stop.reason, path, job_name(), self.world.size)
         raise Preempted(f"preempted by {self.stop.reason} after step {step}, which is saved")
 
     # ---------------------------------------------------------------------------------------------------- beginning

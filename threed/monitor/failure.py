@@ -80,9 +80,13 @@ def wait_for_names(folder: str | Path, rank: int, world_size: int, patience: flo
 
 def _nobody(folder: str | Path, rank: int, world_size: int) -> list[str]:
     beats = [beat for beat in heartbeat.read_all(folder) if beat["rank"] < world_size and beat["rank"] != rank]
-    told = any(beat["state"] == "failed" or (beat["state"] == "" and process_state(beat) == "ended") for beat in beats)
     silent = [beat for beat in beats if beat["state"] == ""]
-    if told or not silent:
+    here = [
+        beat for beat in silent if process_state(beat) == "ended" and beat["rank"] not in siblings(rank, world_size)
+    ]
+    if here:  # of another launcher on this machine, which is gone with all its ranks
+        return [describe(beat) for beat in here]
+    if any(beat["state"] == "failed" or process_state(beat) == "ended" for beat in beats) or not silent:
         return []
     last = min(silent, key=lambda beat: (beat["step"], beat["time"]))
     why = "a connection was lost and no rank is known to have failed: a machine or the network?"

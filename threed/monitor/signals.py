@@ -64,6 +64,11 @@ class Signals:
         self._reader.close()
         self._writer.close()
 
+    def wake(self) -> None:
+        """Ends a `listen` at once."""
+        with contextlib.suppress(OSError):
+            self._writer.send(b"\0")
+
     def listen(self, seconds: float) -> None:
         """Waits so long for signals, and takes note of those that come."""
         with contextlib.suppress(OSError, ValueError):
