@@ -45,4 +45,4 @@ def test_ranks_on_a_late_device_stop_where_those_on_cpus_do(asked_in: int) -> No
 
 def test_without_the_wait_they_do_not() -> None:
     where()
-    assert run_ranks(2, steps_until_stop, 99, 0, False) != [9, 9]
+    assert run_ranks(2, steps_until_stop, 1, 0, False) != [2, 2]
