@@ -60,6 +60,8 @@ FLOORS = {
     "threed.sampling": 6,
     "threed.final_report": 6,
     "threed.testing": 6,
+    "threed.preemption": 6,
+    "threed.supervision": 6,
     "threed.trainer": 6,
     "threed.launch": 6,
     "threed.cli": 6,

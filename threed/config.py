@@ -22,6 +22,8 @@ from threed.values import (
     AutoSwitch,
     Betas,
     Count,
+    Duration,
+    DurationOrNone,
     Fraction,
     LayerPattern,
     LossScale,
@@ -219,6 +221,10 @@ class TrainConfig(_Group):
         0.0, description="skip steps whose gradient norm is above so many times its running mean; 0: none"
     )
     sample_tokens: Natural = Field(200, description="tokens of text generated at the end; 0: none")
+    time_limit: Duration | None = Field(
+        None,
+        description="save and end after so long, from the launcher's start, such as 3h, 90m or 1:30:00; none: never",
+    )
 
 
 class OptimConfig(_Group):
@@ -286,6 +292,10 @@ class RunConfig(_Group):
     )
     check_replicas: Natural = Field(
         0, description="steps between comparisons of what several ranks hold copies of; 0: none"
+    )
+    hang_timeout: DurationOrNone = Field(
+        600.0,
+        description="longest that a rank may stay in one phase before the run is ended and the rank named; 0: ever",
     )
     compile: Switch = Field(False, description="blocks run through torch.compile")
     compile_backend: Text = Field("inductor", description="who compiles them: a backend of torch.compile")

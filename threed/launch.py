@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,21 @@ from threed.layers import Slicing
 from threed.memory.io import SwapError
 from threed.metrics import BadStepsError
 from threed.monitor import process
+from threed.monitor.failure import LostContact, write_error_file
+from threed.preemption import PREEMPTED, Preempted
 from threed.pretrained import Pretrained
 from threed.resolution import resolve
-from threed.topology import Topology
+from threed.topology import TIMEOUT, Topology
 from threed.trainer import Trainer, resuming_flags
 from threed.zero.replicas import ReplicaError
 
 _interrupted = threading.Event()
+GRACE_S = 60  # groups give up so long after the watchdog would have found who makes them wait
 
 
 def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
-    """Trains as the command line says; the exit code: 0, or 2 when something about it is wrong.
+    """Trains as the command line says; the exit code: 0, 2 when something about it is wrong, 75 after a preemption,
+    1 when another rank failed, 124 when the run hung (docs/surviving.md).
 
     prog: what follows `torchrun` to come here again. arch: the architecture where neither file nor flag names one.
 
@@ -92,6 +97,12 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         code = 0
     except (CheckpointError, RunFolderError, BadStepsError, ReplicaError) as error:  # the same on every rank
         code = refuse(f"threed: {error}")
+    except Preempted as reason:
+        write_error_file(str(reason))
+        _say(f"threed: {reason}; {_how_to_go_on(config)}")
+        code = PREEMPTED
+    except LostContact:  # which was said by the rank that knows
+        code = 1
     except SwapError as error:  # this rank's drive alone, perhaps: it speaks for itself, and the others end with it
         print(f"threed: {error}", file=sys.stderr, flush=True)
         code = 2
@@ -161,10 +172,12 @@ def _load(
 def train(config: Config, data: Data, command: list[str], forecast: Forecast | None = None) -> None:
     """Builds topology, model and engine from a resolved configuration, and trains; forecast: of it, if known."""
     p = config.parallel
-    topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp)
+    limit = config.run.hang_timeout
+    timeout = timedelta(seconds=limit + GRACE_S) if limit else TIMEOUT
+    topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=timeout)
     slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile)
     engine = Engine(models.build(config.model, slicing), topology, config)
-    Trainer(engine, data, command, forecast).run()
+    Trainer(engine, data, command, forecast, _interrupted).run()
 
 
 def _local_rank() -> int:

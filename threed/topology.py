@@ -64,7 +64,10 @@ def alone(label: str = "tp") -> Axis:
     return Axis(label, (0,), 0)
 
 
-def start(device: torch.device | None = None, timeout: timedelta = timedelta(minutes=10)) -> None:
+TIMEOUT = timedelta(minutes=10)
+
+
+def start(device: torch.device | None = None, timeout: timedelta = TIMEOUT) -> None:
     """Makes the default process group from torchrun's environment, unless there is one or this process is alone.
 
     The store is prefixed with the restart count: after an elastic restart the agent's store still holds the keys of
@@ -109,16 +112,18 @@ def backends() -> list[str]:
 class Topology:
     """The grid of ranks and this rank's axes through it.
 
-    pp, dp, cp, tp: sizes; dp defaults to what is left of the world. Raises ValueError when the sizes do not make up
+    pp, dp, cp, tp: sizes; dp defaults to what is left of the world. timeout: of every group; an operation that takes
+    longer fails. Raises ValueError when the sizes do not make up
     the world, naming each factor. Collective: every rank of the world makes the same topologies in the same order.
     """
 
     def __init__(
-        self, pp: int = 1, tp: int = 1, cp: int = 1, dp: int | None = None, device: torch.device | None = None
-    ) -> None:
-        self.device = device or default_device()
+        self, pp: int = 1, tp: int = 1, cp: int = 1, dp: int | None = None, device: torch.device | None = None,
+        timeout: timedelta = TIMEOUT,
+    ) -> None:  # fmt: skip
+        self.device, self.timeout = device or default_device(), timeout
         gpu.use(self.device)
-        start(self.device)
+        start(self.device, timeout)
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self._set_up(Grid.of(world, pp=pp, dp=dp, cp=cp, tp=tp), rank, groups=True)
 
@@ -211,7 +216,8 @@ class Topology:
         index = ranks.index(self.rank) if member else -1
         if len(ranks) == 1 or self.on_paper:
             return Axis(label, ranks, index, None, self.traffic)
-        group = dist.new_group(list(ranks) if member else [self.rank], use_local_synchronization=True)
+        mine = list(ranks) if member else [self.rank]
+        group = dist.new_group(mine, timeout=self.timeout, use_local_synchronization=True)
         return Axis(label, ranks, index, group if member else None, self.traffic)
 
     def _link(self, pairs: Iterable[tuple[int, int]]) -> None:

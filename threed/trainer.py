@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import shlex
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from threed import collectives, final_report
+from threed import collectives, final_report, preemption
 from threed.arguments import to_toml
 from threed.bad_numbers import Guard
 from threed.batches import Batch
@@ -32,9 +33,10 @@ from threed.device import peak_bytes
 from threed.engine import Engine, StepMetrics
 from threed.footprint import measuring
 from threed.forecast import Forecast
-from threed.monitor import Heartbeat, Monitor, Throughput, process
-from threed.monitor.heartbeat import culprit
+from threed.monitor import Monitor, Throughput, process
+from threed.preemption import Preempted, Stop
 from threed.schedules import Action, span_and_bubble
+from threed.supervision import Supervision
 
 GIB = 2**30
 
@@ -48,9 +50,14 @@ class Trainer:
     """Trains an engine on data as its configuration says.
 
     command: the command line, for the hint how to resume. forecast: by default rank 0 makes it; others need none.
+    interrupted: set when Ctrl-C has ended the run.
     """
 
-    def __init__(self, engine: Engine, data: Data, command: list[str], forecast: Forecast | None = None) -> None:
+    def __init__(
+        self, engine: Engine, data: Data, command: list[str], forecast: Forecast | None = None,
+        interrupted: threading.Event | None = None,
+    ) -> None:  # fmt: skip
+        self.interrupted = interrupted
         self.engine, self.data, self.command = engine, data, command
         self.config, self.topology = engine.config, engine.topology
         self.world = self.topology.axis("world")
@@ -68,13 +75,17 @@ class Trainer:
         return Forecast.of(self.config, self.topology.world, division=self.engine.blueprint.division)
 
     def run(self) -> None:
-        """The whole run. RunFolderError where another run has the folder, or some rank cannot use it."""
+        """The whole run. RunFolderError where another run has the folder, or some rank cannot use it; Preempted where
+        it was asked to end before its last step."""
         probe(self.folder, self.world)
         with owned(self.folder, self.world, job_name()) as self.owner:
+            preemption.begin(self.folder, job_name(), self.world)
             if self.main:
                 self.retention.sweep()
-            self.heartbeat = Heartbeat(self.folder / "heartbeat", self.topology.rank)
-            self._run()
+            with Supervision(self.folder, self.topology, self.config, self.interrupted) as supervision:
+                self.heartbeat, self.watchdog = supervision.heart, supervision.watchdog
+                self.stop = Stop(self.world, self.topology.device, supervision.asked)
+                self._run()
 
     def _run(self) -> None:
         extra = self._resume()
@@ -91,18 +102,22 @@ class Trainer:
                 self._end_profile(self.profiler)
             if self.engine.steps != self.last_saved:
                 self._save()
+            if self.stop and self.engine.steps < last:
+                self._preempted()
             self._end()
 
     def _loop(self, last: int) -> None:
-        try:
-            with Prefetcher(self._fetch, self.engine.steps) as batches:
-                while self.engine.steps < last:
-                    self._one_step(batches)
-        except Exception:
-            # When ranks lose each other, who is behind says more than whose call failed first.
-            if behind := culprit(self.folder / "heartbeat", self.topology.rank, self.topology.world):
-                (self.monitor.note if self.main else print)(f"failed; behind: {behind}")
-            raise
+        self.stop.now()
+        with Prefetcher(self._fetch, self.engine.steps) as batches:
+            while self.engine.steps < last and not self.stop:
+                self._one_step(batches)
+
+    def _preempted(self) -> None:
+        """Leaves word in the run folder that the run was asked to end; raises Preempted."""
+        path, step = self.checkpoint(self.last_saved), self.engine.steps
+        if self.main:
+            preemption.mark(self.folder, step, self.stop.reason, path, job_name(), self.world.size)
+        raise Preempted(f"preempted by {self.stop.reason} after step {step}, which is saved")
 
     # ---------------------------------------------------------------------------------------------------- beginning
 
@@ -196,6 +211,7 @@ class Trainer:
         self.meter.add(metrics.tokens, spent, data_s=data_s, ckpt_s=self.saving_s, **metrics.seconds)
         row = self._row(metrics, loss) if loss is not None else {}
         self.guard.compare()
+        self.stop.check()
         row.update(self._evaluate_if_due(step))
         if row:
             self.monitor.log(step, row)
@@ -221,7 +237,8 @@ class Trainer:
         traffic = dict(self.topology.traffic)
         self.topology.traffic.clear()
         mine = {"traffic": traffic, "rss": process.peak_rss_bytes(), "alloc": peak_bytes(self.topology.device)}
-        everyone = collectives.exchange(mine, self.world)
+        everyone = collectives.exchange({**mine, "asked": self.stop.asked()}, self.world)
+        self.stop.take([rank["asked"] for rank in everyone])
         row: dict[str, float] = {
             "train/loss": loss,
             "train/lr": metrics.lr,
@@ -251,19 +268,25 @@ class Trainer:
 
     def _evaluate_if_due(self, step: int) -> dict[str, float]:
         every = self.config.train.eval_every
-        if step != self.last and (every == 0 or step % every):
+        if self.stop or (step != self.last and (every == 0 or step % every)):
             return {}
         self.heartbeat.beat(step, "evaluate")
         loss = self.evaluate()
-        return {"val/loss": loss, "val/bits_per_byte": self.data.bits_per_byte(loss)}
+        return {} if loss is None else {"val/loss": loss, "val/bits_per_byte": self.data.bits_per_byte(loss)}
 
-    def evaluate(self) -> float:
-        """The mean token loss on the validation samples, a whole number of global batches."""
+    def evaluate(self) -> float | None:
+        """The mean token loss on the validation samples, a whole number of global batches; None if the run is to stop
+        meanwhile."""
         train, axis = self.config.train, self.topology.axis("dp")
         share = train.global_batch // axis.size
         count = -(-train.eval_samples // train.global_batch)
         firsts = [k * train.global_batch + axis.index * share for k in range(count)]
-        losses = [self.engine.evaluate(self.data.valid.batch(first, share)) for first in firsts]
+        losses = []
+        for first in firsts:
+            losses.append(self.engine.evaluate(self.data.valid.batch(first, share)))
+            self.heartbeat.beat(self.engine.steps, "evaluate")
+            if self.stop.check():
+                return None
         return float(torch.stack(losses).mean())
 
     def _profile(self, step: int) -> None:
@@ -288,8 +311,10 @@ class Trainer:
 
     def _save_if_due(self, step: int) -> float:
         every, begin = self.config.checkpoint.every, time.perf_counter()
-        if (self.guard.owed or (every and step % every == 0)) and not self.guard.puts_off():
+        due = self.guard.owed or (every and step % every == 0)
+        if due and not self.stop and not self.guard.puts_off():
             self._save()
+            self.stop.now()  # else a run that was asked meanwhile would save twice
         return time.perf_counter() - begin
 
     def _save(self) -> None:
@@ -302,7 +327,7 @@ class Trainer:
         try:
             self.engine.save(path, self._beside())
         except CheckpointError as error:
-            if step >= self.last:
+            if step >= self.last or self.stop:
                 raise
             self.monitor.note(f"no checkpoint of step {step}: {error}; training goes on")
             return
@@ -328,7 +353,8 @@ class Trainer:
         note, count = self.monitor.note, self.config.train.sample_tokens
         self.heartbeat.beat(self.engine.steps, "end")
         peaks = collectives.exchange(self.peak, self.world)
-        text = final_report.sample_text(self.engine, self.data, count) if count else ""
+        text = final_report.sample_text(self.engine, self.data, count) if count and not self.stop.now() else ""
+        self.watchdog.stop()  # from here on ranks wait for the first one's pictures and export
         if self.forecast is None:
             return
         memory = final_report.memory_rows(self.forecast, peaks, self.weighed) if any(peaks) else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
@@ -131,12 +132,34 @@ def _operations(value: object) -> object:
     return tuple(dict.fromkeys(names))
 
 
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def _duration(value: object) -> object:
+    """Seconds, from 3h, 1h30m, 90m, 45s, 1:30:00, or a number of seconds."""
+    text = str(value).strip()
+    if isinstance(value, str) and re.fullmatch(r"\d{1,9}:[0-5]\d:[0-5]\d", text):
+        hours, minutes, rest = map(int, text.split(":"))
+        return float(hours * 3600 + minutes * 60 + rest)
+    if isinstance(value, str) and re.fullmatch(r"(\d{1,12}(\.\d{1,12})?[dhms])+", text):
+        return sum(float(number) * _UNITS[unit] for number, unit in re.findall(r"([\d.]+)([dhms])", text))
+    try:
+        seconds = float("nan") if isinstance(value, bool) else float(text)
+    except ValueError:
+        seconds = float("nan")
+    if not 0 <= seconds < float("inf"):
+        raise ValueError("must be a time such as 3h, 90m, 1:30:00, or seconds")
+    return seconds
+
+
 Count = Annotated[int, Field(ge=1), BeforeValidator(_number), Takes("N")]
 Natural = Annotated[int, Field(ge=0), BeforeValidator(_number), Takes("N")]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(_number), Takes("X")]
 MemorySize = Annotated[float, Field(gt=0, le=1e12), BeforeValidator(_number), Takes("X")]  # of which bytes are finite
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number), Takes("X")]
 Spike = Annotated[NonNegative, AfterValidator(_zero_or_above_one)]
+Duration = Annotated[float, Field(gt=0, le=1e9), BeforeValidator(_duration), Takes("TIME")]
+DurationOrNone = Annotated[float, Field(ge=0, le=1e9), BeforeValidator(_duration), Takes("TIME")]
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number), Takes("X")]
 Switch = Annotated[bool, BeforeValidator(_boolean), Takes("true|false")]
 AutoSwitch = Annotated[Literal["auto"] | bool, BeforeValidator(_auto_or_boolean), Takes("auto|true|false")]

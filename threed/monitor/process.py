@@ -1,4 +1,4 @@
-"""What the operating system knows about this process: its parent, its peak memory, the bytes sent over loopback.
+"""What the operating system knows about this process: its parent and when that started, peak memory, bytes on loopback.
 
     die_with_parent()                    # first thing in every rank: no rank outlives a killed launcher
     reset_peak_rss(); baseline = peak_rss_bytes()
@@ -11,9 +11,11 @@ Linux tells all of it through prctl and /proc. Elsewhere each function says so i
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -40,6 +42,19 @@ def die_with_parent(parent: int | None = None) -> bool:
     if os.getppid() != expected:
         os.kill(os.getpid(), signal.SIGKILL)
     return True
+
+
+@functools.cache
+def launched() -> float:
+    """Returns when torchrun started this job, else this process, in seconds since 1970: a restart by torchrun is not a
+    new launch. Off Linux it is when this was first asked."""
+    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    try:
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+        return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, StopIteration, ValueError):
+        return time.time()
 
 
 def peak_rss_bytes() -> int:

@@ -1,0 +1,168 @@
+"""Who is to blame when a run stands still, and where a process is."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from tests.harness import run_ranks
+from threed import collectives
+from threed.monitor import heartbeat, watchdog
+from threed.monitor.heartbeat import Heartbeat
+from threed.monitor.watchdog import Watchdog, judge, where
+from threed.topology import Topology
+
+WAITS = "waits in all_reduce over tp, for run at layers/linear.py:94"
+
+
+def beats(
+    *notes: str, steps: dict[int, int] | None = None, states: dict[int, str] | None = None
+) -> list[dict[str, Any]]:
+    """Beats of ranks that answered with these notes; of those with none that did not."""
+    about = {"phase": "step", "time": time.time() - 12, "pid": os.getpid(), "host": "a-machine", "place": ""}
+    return [
+        {"rank": rank, "step": (steps or {}).get(rank, 7), "state": "hung" if note else "", "note": note, **about}
+        for rank, note in enumerate(notes)
+    ]
+
+
+def test_who_does_not_answer_is_named_first() -> None:
+    said = judge(beats(WAITS, "", "sleep at data/sources.py:3", WAITS), 4)
+    assert said.startswith("rank 1 on a-machine does not answer: process ")
+    assert f"step 7, phase step: {WAITS} (ranks 0, 3)" in said
+    assert "rank 1" in judge(beats("", ""), 2)
+    assert judge(beats(WAITS), 3) == "Never seen: ranks 1, 2"
+
+
+def test_who_waits_for_nobody_while_others_wait() -> None:
+    said = judge(beats(WAITS, WAITS, "sleep at data/sources.py:3", WAITS), 4)
+    assert said.startswith("rank 2 on a-machine waits for no other rank: step 7, phase step, sleep at")
+    assert "(ranks 0, 1, 3)" in said
+
+
+def test_who_is_behind_where_all_wait() -> None:
+    assert judge(beats(WAITS, WAITS, WAITS, steps={2: 6}), 3).startswith("rank 2 on a-machine is behind: step 6")
+    said = judge(beats(WAITS, WAITS), 2)
+    assert said.startswith("All ranks wait for each other, in the same step. They are in")
+
+
+def test_long_lists_are_cut() -> None:
+    said = judge(beats(*[""] * 40), 40)
+    assert "and 37 more: ranks 3, 4, 5, 6, 7, 8, 9, 10, …" in said
+    assert len(said) < 600
+
+
+def wait_in_a_collective(folder: str) -> list[str]:
+    """Rank 1 comes late: meanwhile another thread of rank 0 looks where that is."""
+    axis, said = Topology(tp=2).axis("tp"), []
+    if axis.index == 1:
+        file = Path(folder) / "seen"
+        while not file.exists():
+            time.sleep(0.01)
+        collectives.all_reduce(torch.ones(1), axis)
+        collectives.barrier(axis)
+        return []
+
+    def look() -> None:
+        end = time.monotonic() + 60
+        while not (text := where()).startswith("waits in") and time.monotonic() < end:
+            time.sleep(0.01)
+        said.append(text)
+        (Path(folder) / "seen").touch()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    collectives.all_reduce(torch.ones(1), axis)
+    thread.join()
+    collectives.barrier(axis)
+    return said
+
+
+def test_where_a_rank_waits(tmp_path: Path) -> None:
+    (said, _) = run_ranks(2, wait_in_a_collective, str(tmp_path))
+    assert said[0].startswith(
+        "waits in all_reduce over tp, for wait_in_a_collective at tests/test_monitor_watchdog.py:"
+    )
+
+
+def test_numbers_of_operations_are_torchs(tmp_path: Path) -> None:
+    names = run_ranks(2, kinds)[0]
+    assert names == ["all-reduce", "broadcast", "all-gather", "all-to-all", "barrier"]
+
+
+def kinds() -> list[str]:
+    Topology(tp=2)
+    x, y = torch.ones(2), torch.ones(4)
+    begun: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(x, async_op=True),
+        lambda: dist.broadcast(x, 0, async_op=True),
+        lambda: dist.all_gather_into_tensor(y, x, async_op=True),
+        lambda: dist.all_to_all_single(x, x.clone(), async_op=True),
+        lambda: dist.barrier(async_op=True),
+    ]
+    works = [begin() for begin in begun]
+    found = [watchdog._OPERATIONS.get(watchdog._kind(work), "unknown") for work in works]
+    for work in works:
+        work.wait()
+    return found
+
+
+def test_a_place_outside_of_communication() -> None:
+    said = []
+    thread = threading.Thread(target=lambda: said.append(where()))
+    thread.start()
+    thread.join()
+    assert said[0].startswith("at ")
+
+
+class Ended(Exception):
+    """In place of the end of the process."""
+
+
+def test_nothing_is_read_while_a_run_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no(*_: object) -> None:
+        raise AssertionError("read a heartbeat")
+
+    monkeypatch.setattr(heartbeat, "_read", no)
+    heart = Heartbeat(tmp_path / "heartbeat", 0)
+    guard = Watchdog(heart, 2, limit=60, token="t")
+    (tmp_path / "heartbeat" / "hung-t").touch()
+    for step in range(3):
+        heart.beat(step, "step")
+        guard.look()
+    guard.stop()
+    guard.stop()
+    assert not list((tmp_path / "heartbeat").glob("*.stacks"))  # an empty one is removed
+
+
+@pytest.mark.parametrize("limit", [0.05, 0])
+def test_a_rank_that_stands_still_reports(limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(code: int) -> None:
+        raise Ended(str(code))
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.0)
+    heart = Heartbeat(tmp_path / "heartbeat", 0)
+    guard = Watchdog(heart, 1, limit=limit, token="t")
+    time.sleep(0.1)
+    guard.look()  # loading may take longer
+    heart.beat(3, "step")
+    time.sleep(0.1)
+    if not limit:
+        guard.look()
+        assert not (tmp_path / "hang.txt").exists()
+        return
+    with pytest.raises(Ended, match="124"):
+        guard.look()
+    guard.stop()
+    assert "run.hang-timeout 0.05 s" in (tmp_path / "hang.txt").read_text()
+    assert heartbeat.read_all(tmp_path / "heartbeat")[0]["state"] == "hung"
+    assert "most recent call first" in (tmp_path / "heartbeat" / "rank-0.stacks").read_text()
