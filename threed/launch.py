@@ -99,7 +99,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         code = refuse(f"threed: {error}")
     except Preempted as reason:
         write_error_file(str(reason))
-        _say(f"threed: {reason}; {_how_to_go_on(config)}")
+        _say(f"threed: {reason}; {_how_to_go_on(config, start)}")
         code = PREEMPTED
     except LostContact:  # which was said by the rank that knows
         code = 1
