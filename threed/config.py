@@ -285,6 +285,9 @@ class RunConfig(_Group):
     check_replicas: Natural = Field(
         0, description="steps between comparisons of what several ranks hold copies of; 0: none"
     )
+    recheck_bad_steps: Switch = Field(
+        False, description="compute a skipped step twice, to tell a machine that errs from data that are bad"
+    )
     compile: Switch = Field(False, description="blocks run through torch.compile")
     compile_backend: Text = Field("inductor", description="who compiles them: a backend of torch.compile")
 
