@@ -292,7 +292,7 @@ def test_a_checkpoint_waits_for_a_step_that_is_not_skipped(tmp_path: Path) -> No
     assert [row["train/skipped_steps"] for row in rows] == [0, 0, 0, 1, 2, 3, 3]
     assert rows[3]["train/lr"] == rows[4]["train/lr"] == rows[5]["train/lr"] == rows[6]["train/lr"]
     assert "step 4: 1 step skipped, 1 in a row so far (loss " in said
-    assert "no checkpoint of step 4: 1 steps in a row were skipped; put off" in said
+    assert "no checkpoint of step 4: 1 step in a row skipped; put off" in said
     assert kept(tmp_path) == ["step-2", "step-7"]
 
 
@@ -358,25 +358,25 @@ def flip_state(engine: Engine, part: str) -> str:
 
 
 def parameter(engine: Engine) -> str:
-    return f"parameters of {flip_parameter(engine)}"
+    return f"{flip_parameter(engine)} (parameters)"
 
 
 def copied(engine: Engine) -> str:
-    return f"parameters of {flip_parameter(engine, replicated=True)}"
+    return f"{flip_parameter(engine, replicated=True)} (parameters)"
 
 
 def moment(engine: Engine) -> str:
-    return f"exp_avg of {flip_state(engine, 'exp_avg')}"
+    return f"{flip_state(engine, 'exp_avg')} (exp_avg)"
 
 
 def master(engine: Engine) -> str:
-    return f"weight of {flip_state(engine, 'weight')}"
+    return f"{flip_state(engine, 'weight')} (weight)"
 
 
 DP0, HSDP = Case(dp=4, layers=2, zero=0, dtype="bf16"), Case(dp=4, layers=2, zero=3, shard=2, dtype="bf16")
 FLIPS: dict[int, list[tuple[Case, Any, int, str]]] = {
     2: [
-        (Case(dp=2, layers=2, zero=0, dtype="fp32"), parameter, 1, "ranks 0 (H), 1 (H): they hold different values"),
+        (Case(dp=2, layers=2, zero=0, dtype="fp32"), parameter, 1, "ranks 0 (H), 1 (H) hold different values"),
         (Case(dp=2, layers=2, zero=1), parameter, 0, "ranks 0 (H), 1 (H)"),
         (Case(tp=2, layers=2, model="llama"), copied, 1, "ranks 0 (H), 1 (H)"),
         (Case(pp=2, layers=2, zero=0), copied, 1, "ranks 0 (H), 1 (H)"),
@@ -384,12 +384,12 @@ FLIPS: dict[int, list[tuple[Case, Any, int, str]]] = {
         (Case(pp=2, layers=4, schedule="dualpipe", microbatches=4, zero=0), parameter, 0, "ranks 0 (H), 1 (H)"),
     ],
     4: [
-        (DP0, parameter, 2, "rank 2 (H): other values than on ranks 0, 1, 3"),
-        (DP0, moment, 0, "rank 0 (H): other values than on ranks 1, 2, 3"),
-        (DP0, master, 3, "rank 3 (H): other values than on ranks 0, 1, 2"),
-        (HSDP, moment, 3, "ranks 1 (H), 3 (H): they hold different values"),
+        (DP0, parameter, 2, "rank 2 (H) has other values than ranks 0, 1, 3"),
+        (DP0, moment, 0, "rank 0 (H) has other values than ranks 1, 2, 3"),
+        (DP0, master, 3, "rank 3 (H) has other values than ranks 0, 1, 2"),
+        (HSDP, moment, 3, "ranks 1 (H), 3 (H) hold different values"),
         (replace(HSDP, offload_optimizer="cpu", offload_params="cpu"), master, 0, "ranks 0 (H), 2 (H)"),
-        (Case(dp=2, tp=2, layers=2, zero=0), copied, 3, "rank 3 (H): other values than on ranks 1, 2"),
+        (Case(dp=2, tp=2, layers=2, zero=0), copied, 3, "rank 3 (H) has other values than ranks 1, 2"),
         (Case(pp=2, dp=2, layers=2, zero=1, dtype="bf16"), parameter, 2, ""),
     ],
 }  # fmt: skip
@@ -410,7 +410,7 @@ def compared_after_flips(flips: Sequence[tuple[Case, Any, int, str]]) -> list[st
             said = "nothing"
         except replicas.ReplicaError as error:
             said = str(error).replace(f"({socket.gethostname()})", "(H)")
-        if says not in said or not said.startswith(f"step 3: {name} is no longer the same"):
+        if says not in said or not said.startswith(f"step 3: copies of {name} differ: "):
             wrong.append(f"{case} {how.__name__} on {rank}, {name}: {said}")
     return wrong
 
@@ -439,7 +439,7 @@ def flipped_on_the_way(folder: Path) -> list[Any]:
 def test_a_run_with_a_flipped_bit_ends_before_it_saves(tmp_path: Path) -> None:
     """Copies are compared after steps 3 and 6, and before each checkpoint: after 2, 4 and 6."""
     for said, names in run_ranks(2, flipped_on_the_way, tmp_path):
-        assert said.startswith("step 6: parameters of ")
+        assert said.startswith("step 6: copies of ")
         assert "two copies do not tell which is right" in said
         assert names == ["step-2", "step-4"]
 
@@ -659,7 +659,7 @@ def test_data_that_are_bad_twice_are_named(case: Case) -> None:
     samples = ", ".join(str(number) for number in range(first, first + 4))
     for lines in run_ranks(2, bad_data, case):
         assert lines == [
-            f"step 2 was computed twice, alike: no machine erred, the data are bad (samples {samples}), or the weights",
+            f"step 2 was computed twice, alike: no machine erred, the data are bad (samples {samples})",
             "1 1 True",
         ]
 

@@ -59,8 +59,10 @@ class Guard:
 
     def puts_off(self) -> bool:
         """Whether a checkpoint waits, because the newest steps were skipped. Collective."""
-        row = self.engine.bad_steps()
+        row, said = self.engine.bad_steps(), self.owed
         self.owed = row > 0
-        if self.owed:
-            self.note(f"no checkpoint of step {self.engine.steps}: {row} steps in a row were skipped; put off")
+        if self.owed and not said:
+            self.note(
+                f"no checkpoint of step {self.engine.steps}: {row} step{'s' * (row > 1)} in a row skipped; put off"
+            )
         return self.owed

@@ -183,11 +183,12 @@ class Recheck:
             self.note(f"{head}, alike: {self._what(bad)}")
 
     def _what(self, bad: Sequence[int]) -> str:
-        last = self.engine.consumed - 1
-        first = self.engine.consumed - self.engine.config.train.global_batch
+        size, last = self.engine.config.train.global_batch, self.engine.consumed - 1
+        if len(bad) == size:
+            return f"no machine erred, the weights are bad, or all data (samples {last - size + 1} to {last})"
         if bad:
-            return f"no machine erred, the data are bad (samples {', '.join(map(str, bad))}), or the weights"
-        return f"no machine erred, the data are bad (among samples {first} to {last}), or the weights"
+            return f"no machine erred, the data are bad (samples {', '.join(map(str, bad))})"
+        return f"no machine erred, the data are bad (among samples {last - size + 1} to {last}), or the weights"
 
 
 def culprits(differs: Sequence[Sequence[bool]], places: Sequence[Place], in_turn: bool) -> list[int]:

@@ -31,9 +31,11 @@ from threed.device import peak_bytes
 from threed.engine import Engine, StepMetrics
 from threed.footprint import measuring
 from threed.forecast import Forecast
+from threed.metrics import BadStepsError
 from threed.monitor import Heartbeat, Monitor, Throughput, process
 from threed.monitor.heartbeat import culprit
 from threed.schedules import Action, span_and_bubble
+from threed.zero.replicas import ReplicaError
 
 GIB = 2**30
 
@@ -97,6 +99,8 @@ class Trainer:
             with Prefetcher(self._fetch, self.engine.steps) as batches:
                 while self.engine.steps < last:
                     self._one_step(batches)
+        except (BadStepsError, ReplicaError):  # all ranks end here
+            raise
         except Exception:
             # When ranks lose each other, who is behind says more than whose call failed first.
             if behind := culprit(self.folder / "heartbeat", self.topology.rank, self.topology.world):
