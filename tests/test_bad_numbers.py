@@ -28,6 +28,7 @@ from threed.engine import Engine
 from threed.metrics import BadStepsError
 from threed.monitor import metrics as records
 from threed.precision import LossScale
+from threed.recheck import Recheck, culprits
 from threed.trainer import Trainer
 from threed.zero import replicas
 
@@ -291,7 +292,7 @@ def test_a_checkpoint_waits_for_a_step_that_is_not_skipped(tmp_path: Path) -> No
     assert [row["train/skipped_steps"] for row in rows] == [0, 0, 0, 1, 2, 3, 3]
     assert rows[3]["train/lr"] == rows[4]["train/lr"] == rows[5]["train/lr"] == rows[6]["train/lr"]
     assert "step 4: 1 step skipped, 1 in a row so far (loss " in said
-    assert "no checkpoint of step 4: 1 steps in a row were skipped; put off" in said
+    assert "no checkpoint of step 4: 1 step in a row skipped; put off" in said
     assert kept(tmp_path) == ["step-2", "step-7"]
 
 
@@ -357,25 +358,25 @@ def flip_state(engine: Engine, part: str) -> str:
 
 
 def parameter(engine: Engine) -> str:
-    return f"parameters of {flip_parameter(engine)}"
+    return f"{flip_parameter(engine)} (parameters)"
 
 
 def copied(engine: Engine) -> str:
-    return f"parameters of {flip_parameter(engine, replicated=True)}"
+    return f"{flip_parameter(engine, replicated=True)} (parameters)"
 
 
 def moment(engine: Engine) -> str:
-    return f"exp_avg of {flip_state(engine, 'exp_avg')}"
+    return f"{flip_state(engine, 'exp_avg')} (exp_avg)"
 
 
 def master(engine: Engine) -> str:
-    return f"weight of {flip_state(engine, 'weight')}"
+    return f"{flip_state(engine, 'weight')} (weight)"
 
 
 DP0, HSDP = Case(dp=4, layers=2, zero=0, dtype="bf16"), Case(dp=4, layers=2, zero=3, shard=2, dtype="bf16")
 FLIPS: dict[int, list[tuple[Case, Any, int, str]]] = {
     2: [
-        (Case(dp=2, layers=2, zero=0, dtype="fp32"), parameter, 1, "ranks 0 (H), 1 (H): they hold different values"),
+        (Case(dp=2, layers=2, zero=0, dtype="fp32"), parameter, 1, "ranks 0 (H), 1 (H) hold different values"),
         (Case(dp=2, layers=2, zero=1), parameter, 0, "ranks 0 (H), 1 (H)"),
         (Case(tp=2, layers=2, model="llama"), copied, 1, "ranks 0 (H), 1 (H)"),
         (Case(pp=2, layers=2, zero=0), copied, 1, "ranks 0 (H), 1 (H)"),
@@ -383,12 +384,12 @@ FLIPS: dict[int, list[tuple[Case, Any, int, str]]] = {
         (Case(pp=2, layers=4, schedule="dualpipe", microbatches=4, zero=0), parameter, 0, "ranks 0 (H), 1 (H)"),
     ],
     4: [
-        (DP0, parameter, 2, "rank 2 (H): other values than on ranks 0, 1, 3"),
-        (DP0, moment, 0, "rank 0 (H): other values than on ranks 1, 2, 3"),
-        (DP0, master, 3, "rank 3 (H): other values than on ranks 0, 1, 2"),
-        (HSDP, moment, 3, "ranks 1 (H), 3 (H): they hold different values"),
+        (DP0, parameter, 2, "rank 2 (H) has other values than ranks 0, 1, 3"),
+        (DP0, moment, 0, "rank 0 (H) has other values than ranks 1, 2, 3"),
+        (DP0, master, 3, "rank 3 (H) has other values than ranks 0, 1, 2"),
+        (HSDP, moment, 3, "ranks 1 (H), 3 (H) hold different values"),
         (replace(HSDP, offload_optimizer="cpu", offload_params="cpu"), master, 0, "ranks 0 (H), 2 (H)"),
-        (Case(dp=2, tp=2, layers=2, zero=0), copied, 3, "rank 3 (H): other values than on ranks 1, 2"),
+        (Case(dp=2, tp=2, layers=2, zero=0), copied, 3, "rank 3 (H) has other values than ranks 1, 2"),
         (Case(pp=2, dp=2, layers=2, zero=1, dtype="bf16"), parameter, 2, ""),
     ],
 }  # fmt: skip
@@ -409,7 +410,7 @@ def compared_after_flips(flips: Sequence[tuple[Case, Any, int, str]]) -> list[st
             said = "nothing"
         except replicas.ReplicaError as error:
             said = str(error).replace(f"({socket.gethostname()})", "(H)")
-        if says not in said or not said.startswith(f"step 3: {name} is no longer the same"):
+        if says not in said or not said.startswith(f"step 3: copies of {name} differ: "):
             wrong.append(f"{case} {how.__name__} on {rank}, {name}: {said}")
     return wrong
 
@@ -438,7 +439,7 @@ def flipped_on_the_way(folder: Path) -> list[Any]:
 def test_a_run_with_a_flipped_bit_ends_before_it_saves(tmp_path: Path) -> None:
     """Copies are compared after steps 3 and 6, and before each checkpoint: after 2, 4 and 6."""
     for said, names in run_ranks(2, flipped_on_the_way, tmp_path):
-        assert said.startswith("step 6: parameters of ")
+        assert said.startswith("step 6: copies of ")
         assert "two copies do not tell which is right" in said
         assert names == ["step-2", "step-4"]
 
@@ -552,8 +553,134 @@ def test_nothing_of_it_is_read_on_the_host_in_a_step() -> None:
         assert device.faults == device.waits == []
 
 
+# ------------------------------------------------------------------------------------------------------ computed twice
+
+
+class Bent:
+    """Bends one tensor on the way through one rank's module, in the first of two computations of a step, or in both."""
+
+    def __init__(self, engine: Engine, rank: int, backward: bool, layer: int = 0) -> None:
+        self.on = False
+        module = engine.executor.stages[0].layers[layer]
+        if engine.topology.rank == rank:
+            if backward:
+                module.register_full_backward_pre_hook(self.gradient)
+            else:
+                module.register_forward_hook(self.output)
+
+    def output(self, module: Any, args: Any, output: Any) -> Any:
+        if not self.on:
+            return None
+        self.on = False
+        return output * NAN
+
+    def gradient(self, module: Any, grads: Any) -> Any:
+        if not self.on:
+            return None
+        self.on = False
+        return tuple(None if grad is None else grad * NAN for grad in grads)
+
+
+def rechecked(erring: tuple[Case, bool, int, bool, str]) -> list[str]:
+    """What is wrong where a rank errs once, in its third step; whose weights are as if it had not."""
+    case, optimistic, rank, backward, says = erring
+    config = config_of(case)
+    if optimistic:
+        config = with_(config, parallel={"optimistic_step": True})
+    undisturbed, engine, lines = engine_of(config), engine_of(config), list[str]()
+    recheck, bent = Recheck(engine, lines.append), Bent(engine, rank, backward)
+    for step in range(4):
+        undisturbed.step(data(undisturbed, step))
+        bent.on = step == 2
+        metrics = recheck.step(data(engine, step))
+        if metrics.step != step + 1 or metrics.skipped or metrics.bad_steps:
+            return [f"{erring}: {metrics.step} {metrics.skipped} {metrics.bad_steps}"]
+    said = "; ".join(lines).replace(f"({socket.gethostname()})", "(H)")
+    wrong = [] if said == says else [f"{erring}: {said}"]
+    if not same(bits(engine), bits(undisturbed)) or engine.consumed != undisturbed.consumed:
+        wrong.append(f"{erring}: other weights")
+    return wrong
+
+
+TWICE, USED = "step 3 was computed twice, with different results: ", " erred; the second one was used"
+ERRING: dict[int, list[tuple[Case, bool, int, bool, str]]] = {
+    2: [
+        (Case(dp=2, layers=2, zero=3, dtype="bf16"), False, 1, True, f"{TWICE}rank 1 (H){USED}"),
+        (Case(dp=2, layers=2, zero=0, dtype="fp32"), False, 0, False, f"{TWICE}rank 0 (H){USED}"),
+        (Case(dp=2, layers=2, zero=2, offload_optimizer="cpu"), False, 1, False, f"{TWICE}rank 1 (H){USED}"),
+        (Case(pp=2, layers=2, dtype="bf16"), False, 0, False, f"{TWICE}rank 0 (H){USED}"),
+        (Case(pp=2, layers=2, schedule="split-1f1b"), True, 1, False, f"{TWICE}rank 1 (H){USED}"),
+        (Case(pp=2, layers=2, recompute="full"), True, 1, True, f"{TWICE}rank 1 (H){USED}"),
+        (Case(tp=2, layers=2, sequence=True), False, 0, False, f"{TWICE}one of the ranks 0 (H), 1 (H){USED}"),
+    ],
+    4: [
+        (Case(pp=2, dp=2, layers=2, zero=2, dropout=0.1), False, 1, False, f"{TWICE}rank 1 (H){USED}"),
+        (Case(pp=2, tp=2, layers=2), False, 3, False, f"{TWICE}one of the ranks 2 (H), 3 (H){USED}"),
+    ],
+}  # fmt: skip
+
+
+def recheck_all(world: int) -> list[str]:
+    return [problem for erring in ERRING[world] for problem in rechecked(erring)]
+
+
+@pytest.mark.parametrize("world", ERRING)
+def test_a_rank_that_errs_once_is_named_and_its_step_done_again(world: int) -> None:
+    """The weights are those of a run in which it did not, bit for bit."""
+    for wrong in run_ranks(world, recheck_all, world):
+        assert not wrong, "\n".join(wrong)
+
+
+def bad_data(case: Case) -> list[str]:
+    """The lines about two steps, one of which has a micro-batch with a loss that is no number whenever it runs."""
+    engine, lines = engine_of(config_of(case)), list[str]()
+    recheck, inner = Recheck(engine, lines.append), engine.batches.micro_batches
+
+    def micro_batches(*about: Any, **more: Any) -> Any:
+        return [
+            replace(micro, weight=micro.weight * NAN)
+            if micro.weight is not None and case.rows + 5 in micro.samples
+            else micro
+            for micro in inner(*about, **more)
+        ]
+
+    engine.batches.micro_batches = micro_batches  # type: ignore[method-assign]
+    before = [bits(engine)]
+    for step in range(2):
+        metrics = recheck.step(data(engine, step))
+        before.append(bits(engine))
+    return [*lines, f"{metrics.skipped} {metrics.bad_steps} {same(before[2], before[1])}"]
+
+
+@pytest.mark.parametrize("case", [Case(dp=2, layers=2, zero=1), Case(pp=2, layers=2), Case(tp=2, layers=2)])
+def test_data_that_are_bad_twice_are_named(case: Case) -> None:
+    """The sixth sample of the second step, and the others of its micro-batch."""
+    first = case.rows + 4
+    samples = ", ".join(str(number) for number in range(first, first + 4))
+    for lines in run_ranks(2, bad_data, case):
+        assert lines == [
+            f"step 2 was computed twice, alike: no machine erred, the data are bad (samples {samples})",
+            "1 1 True",
+        ]
+
+
+def test_who_is_blamed() -> None:
+    """Of two data ranks with three stages: the first stage by what it handed on, else the last one by its gradients."""
+    places = [{"dp": rank // 3, "pp": rank % 3, "tp": 0} for rank in range(6)]
+    no, gradient, both = (False, False), (False, True), (True, True)
+    assert culprits([no] * 6, places, True) == []
+    assert culprits([no, no, no, gradient, both, both], places, True) == [4]
+    assert culprits([no, no, no, gradient, gradient, no], places, True) == [4]
+    assert culprits([gradient, both, both, no, no, gradient], places, True) == [1, 5]
+    assert culprits([no, no, no, gradient, both, both], places, False) == [3, 4, 5]
+
+
 def test_what_makes_no_sense_is_refused() -> None:
     config = config_of(Case(layers=2))
+    for group, key in (("zero", "delayed_update"), ("parallel", "schedule")):
+        late = with_(config, run={"recheck_bad_steps": True}, **{group: {key: "2bw" if key == "schedule" else True}})
+        said = "\n".join(find_problems(late, 1))
+        assert "weights change before a step could be computed again" in said
     lonely = with_(config, run={"check_replicas": 5})
     assert "one rank: it holds no copy of another's" in "\n".join(find_problems(lonely, 1))
     with pytest.raises(ConfigError, match="must be above 1, such as 10, or 0 for none"):

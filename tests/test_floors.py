@@ -57,6 +57,7 @@ FLOORS = {
     "threed.metrics": 6,
     "threed.deepspeed": 6,
     "threed.forecast": 6,
+    "threed.recheck": 6,
     "threed.sampling": 6,
     "threed.final_report": 6,
     "threed.testing": 6,

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from threed.batches import Batch
 from threed.engine import Engine, StepMetrics
+from threed.recheck import Recheck
 from threed.zero import replicas
 
 MIB = 2**20
@@ -30,13 +31,14 @@ class Guard:
         self.owed = False
         self._told = int(engine.optimizer.skips)
         self._compared = engine.steps
+        self._recheck = Recheck(engine, note) if engine.config.run.recheck_bad_steps else None
         if engine.config.run.check_replicas:
             copies, alone = (nbytes / MIB for nbytes in replicas.compared(engine.optimizer, engine.topology))
             note(f"replicas   of {copies + alone:.1f} MiB on rank 0, {copies:.1f} have copies to be compared with")
 
     def step(self, batch: Batch) -> StepMetrics:
         """An optimizer step."""
-        return self.engine.step(batch)
+        return self.engine.step(batch) if self._recheck is None else self._recheck.step(batch)
 
     def tell(self, metrics: StepMetrics) -> None:
         """Says how many steps were skipped since this was last asked; not while a loss scale finds its way."""
@@ -57,8 +59,10 @@ class Guard:
 
     def puts_off(self) -> bool:
         """Whether a checkpoint waits, because the newest steps were skipped. Collective."""
-        row = self.engine.bad_steps()
+        row, said = self.engine.bad_steps(), self.owed
         self.owed = row > 0
-        if self.owed:
-            self.note(f"no checkpoint of step {self.engine.steps}: {row} steps in a row were skipped; put off")
+        if self.owed and not said:
+            self.note(
+                f"no checkpoint of step {self.engine.steps}: {row} step{'s' * (row > 1)} in a row skipped; put off"
+            )
         return self.owed

@@ -81,7 +81,7 @@ def find_problems(
         machines = local_world not in (None, world_size)
         how = f"--nnodes × --nproc-per-node, now {local_world} on this machine" if machines else "--nproc-per-node"
         problems.append(f"{error} (torchrun {how})")
-    alone = (_check_loss_scale, _check_heads, _check_layers, _check_sequence, _check_run, _check_export)
+    alone = (_check_loss_scale, _check_heads, _check_layers, _check_sequence, _check_run, _check_recheck, _check_export)
     for check in alone:
         problems += check(config)
     problems += find_model_problems(config.model)
@@ -343,6 +343,17 @@ def _check_batch(config: Config, dp: int | None) -> Iterator[str]:
     other = f", or --train.micro-batch {smaller}" if smaller else ""
     product, use = f"--train.micro-batch {micro} × dp {dp} = {micro * dp}", _around(batch, micro * dp)
     yield f"--train.global-batch {batch} is not divisible by {product}: use {use}{other}"
+
+
+def _check_recheck(config: Config) -> Iterator[str]:
+    """What changes weights between a step and its second computation."""
+    if not config.run.recheck_bad_steps:
+        return
+    given, why = "--run.recheck-bad-steps true with", "weights change before a step could be computed again"
+    if config.zero.delayed_update:
+        yield f"{given} --zero.delayed-update true: {why}; use one of them"
+    if schedules.is_asynchronous(config.parallel.schedule):
+        yield f"{given} --parallel.schedule {config.parallel.schedule}: {why}; use another schedule, or leave it out"
 
 
 def _check_replicas(config: Config, dp: int | None) -> Iterator[str]:

@@ -297,6 +297,9 @@ class RunConfig(_Group):
         600.0,
         description="longest that a rank may stay in one phase before the run is ended and the rank named; 0: ever",
     )
+    recheck_bad_steps: Switch = Field(
+        False, description="compute a skipped step twice, to tell a machine that errs from data that are bad"
+    )
     compile: Switch = Field(False, description="blocks run through torch.compile")
     compile_backend: Text = Field("inductor", description="who compiles them: a backend of torch.compile")
 

@@ -95,8 +95,8 @@ class StepMetrics:
         if 0 < self.max_bad_steps <= self.bad_steps:
             what = f"loss {float(numbers.loss):g}, gradient norm {float(numbers.grad_norm):g}"
             raise BadStepsError(
-                f"{self.bad_steps} steps in a row up to step {self.step} were skipped ({what} in the last one): the"
-                " weights have not changed since, and would not. Go on from an earlier checkpoint with a lower"
+                f"{self.bad_steps} steps in a row up to step {self.step} were skipped ({what} in the last one);"
+                " the weights have not changed since. Go on from an earlier checkpoint with a lower"
                 " --optim.lr, or look for what is not finite in the data or the model; --train.max-bad-steps 0 goes on"
             )
         return float(value)

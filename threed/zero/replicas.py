@@ -159,7 +159,7 @@ def _differences(held: Sequence[Copied], axis: Axis, device: torch.device) -> li
             each = _of_all(one.hashes, axis, device)
             column = next(n for n in range(len(one.names)) if len({row[n] for row in each}) > 1)
             odd = _odd_ones([row[column] for row in each])
-            return [(f"{one.part} of {one.names[column]}", [axis.ranks[n] for n in odd], list(axis.ranks))]
+            return [(f"{one.names[column]} ({one.part})", [axis.ranks[n] for n in odd], list(axis.ranks))]
     return []
 
 
@@ -181,14 +181,11 @@ def _told(problems: Sequence[Difference], hosts: Sequence[str]) -> str:
     same = [(set(odd), set(ranks)) for name, odd, ranks in problems if name == what]
     suspects, ranks = set.intersection(*(odd for odd, _ in same)), set.union(*(ranks for _, ranks in same))
     suspects = suspects or set.union(*(odd for odd, _ in same))
-    others = sorted(ranks - suspects)
+    others = ", ".join(str(rank) for rank in sorted(ranks - suspects))
     named = ", ".join(f"{rank} ({hosts[rank]})" for rank in sorted(suspects))
+    one = len(suspects) == 1
     if others:
-        text = f"rank{'s' * (len(suspects) > 1)} {named}: other values than on {_ranks(others)}"
+        text = f"rank{'' if one else 's'} {named} ha{'s' if one else 've'} other values than ranks {others}"
     else:
-        text = f"ranks {named}: they hold different values, and two copies do not tell which is right"
-    return f"{what} is no longer the same on all ranks that hold a copy. {text}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        text = f"ranks {named} hold different values, and two copies do not tell which is right"
+    return f"copies of {what} differ: {text}; take the machine out, and go on from the newest checkpoint"
