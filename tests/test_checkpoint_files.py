@@ -193,3 +193,23 @@ def test_what_a_checkpoint_is_made_of_is_on_the_disk_before_its_name(tmp_path: P
         pytest.skip("no renameat2 here: a folder is replaced by two renames")
     assert second[6:] == [("sync", ".")]
     assert absent == []
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "said"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (5 << 20, "5.0 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (1 << 61, "2,048.0 PiB"),
+    ],
+)
+def test_bytes_are_said_in_the_unit_that_fits(nbytes: int, said: str) -> None:
+    assert files.in_units(nbytes) == said
+
+
+def test_a_disk_that_is_full_is_said_with_both_sizes(tmp_path: Path) -> None:
+    with pytest.raises(files.CheckpointError, match=r"needs 4,096\.0 PiB, \d[\d,.]* [KMGT]iB are free at"):
+        files.check_space(tmp_path, 1 << 62)

@@ -616,3 +616,35 @@ def test_the_tiny_preset_fits_its_promise() -> None:
     assert config.run.dir == "runs/tiny"
     tokens = config.train.steps * config.train.global_batch * config.model.seq
     assert tokens <= 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ("3h", 10800),
+        ("1h30m", 5400),
+        ("90m", 5400),
+        ("1:30:00", 5400),
+        ("45s", 45),
+        ("0.5h", 1800),
+        ("2d", 172800),
+        ("90", 90),
+    ],
+)
+def test_times_are_read_in_several_forms(said: str, seconds: float, tmp_path: Path) -> None:
+    config, _ = load(["--train.time-limit", said, "--run.hang-timeout", said])
+    assert (config.train.time_limit, config.run.hang_timeout) == (seconds, seconds)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert load(["--config", str(tmp_path / "config.toml")])[0] == config
+
+
+@pytest.mark.parametrize("said", ["1:30", "3 hours", "-5", "inf", "nan", "1:75:00", "h", "", "0x10"])
+def test_what_is_no_time_is_refused_with_an_example(said: str) -> None:
+    with pytest.raises(ConfigError, match="3h, 90m, 1:30:00, or seconds"):
+        load(["--train.time-limit", said])
+
+
+def test_a_time_limit_of_nothing_and_a_watchdog_that_is_off() -> None:
+    with pytest.raises(ConfigError, match="time-limit"):
+        load(["--train.time-limit", "0"])
+    assert load(["--run.hang-timeout", "0", "--train.time-limit", "none"])[0].run.hang_timeout == 0

@@ -35,7 +35,7 @@ def beats(
 
 
 def test_who_does_not_answer_is_named_first() -> None:
-    said = judge(beats(WAITS, "", "sleep at data/sources.py:3", WAITS), 4)
+    said = judge(beats(WAITS, "", "in sleep at data/sources.py:3", WAITS), 4)
     assert said.startswith("rank 1 on a-machine does not answer: process ")
     assert f"step 7, phase step: {WAITS} (ranks 0, 3)" in said
     assert "rank 1" in judge(beats("", ""), 2)
@@ -43,8 +43,8 @@ def test_who_does_not_answer_is_named_first() -> None:
 
 
 def test_who_waits_for_nobody_while_others_wait() -> None:
-    said = judge(beats(WAITS, WAITS, "sleep at data/sources.py:3", WAITS), 4)
-    assert said.startswith("rank 2 on a-machine waits for no other rank: step 7, phase step, sleep at")
+    said = judge(beats(WAITS, WAITS, "in sleep at data/sources.py:3", WAITS), 4)
+    assert said.startswith("rank 2 on a-machine waits for no other rank: step 7, phase step, in sleep at")
     assert "(ranks 0, 1, 3)" in said
 
 
@@ -120,7 +120,7 @@ def test_a_place_outside_of_communication() -> None:
     thread = threading.Thread(target=lambda: said.append(where()))
     thread.start()
     thread.join()
-    assert said[0].startswith("at ")
+    assert said[0].startswith("in ")
 
 
 class Ended(Exception):

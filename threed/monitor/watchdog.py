@@ -194,7 +194,7 @@ def where() -> str:
     for ident in order:  # autograd's threads too: on a GPU a backward is theirs
         if text := _communication(frames[ident]):
             return text
-    return f"at {_place(frames[main])}" if main in frames else "at no place of Python's"
+    return f"in {_place(frames[main])}" if main in frames else "at no place of Python's"
 
 
 def _communication(frame: Any) -> str:
