@@ -16,7 +16,7 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -35,7 +35,7 @@ from threed.checkpoint.sections import Held, Section, held
 from threed.config import Config
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import Extent, read
+from threed.zero.records import Extent, read, states
 
 PATIENCE_S = 600.0  # how long the first rank waits for another one that writes
 POLL_S = 0.02
@@ -60,7 +60,7 @@ def prepare(
     everyone = topology.axis("world")
     optimizer.settle()  # a run that goes on from here and one that resumes see the same parameters
     extras.ready()
-    mine = held(optimizer)
+    mine = held(optimizer.layout, states(optimizer))
     said, values = extras.entries()
     beside = {key: value.to("cpu", copy=True) for key, value in values.items()}  # the next step may change them
     nbytes = sum(h.nbytes for h in mine) + sum(tensor.nbytes for tensor in beside.values())
@@ -221,7 +221,7 @@ class Saving:
         return found
 
     def _publish(self, entries: list[dict[str, Any]]) -> None:
-        body = json.loads(json.dumps({**self.head, **_joined(entries)}))  # as it will be read: JSON has no tuples
+        body = json.loads(json.dumps({**self.head, **joined(entries)}))  # as it will be read: JSON has no tuples
         try:
             check_structure(body)  # what could not be read must not count as saved
         except CheckpointError as error:
@@ -239,7 +239,7 @@ class Saving:
             raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
 
 
-def _joined(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns shapes, sections and files of a manifest, from what every rank left."""
     shapes: dict[str, Any] = {}
     sections: dict[str, Any] = {}  # by digest: ranks that hold copies of each other say the same
