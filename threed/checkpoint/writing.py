@@ -189,7 +189,7 @@ class Saving:
         wrong. No collective. patience: seconds to wait for the others."""
         if self.everyone.index == 0 and self.problem is None:
             try:
-                self._publish(self._entries(time.monotonic() + patience))
+                finish(self.building, self.path, self.head, self._entries(time.monotonic() + patience))
             except (
                 OSError,
                 TypeError,
@@ -220,15 +220,6 @@ class Saving:
             raise CheckpointError("; ".join(problems))
         return found
 
-    def _publish(self, entries: list[dict[str, Any]]) -> None:
-        body = json.loads(json.dumps({**self.head, **joined(entries)}))  # as it will be read: JSON has no tuples
-        try:
-            check_structure(body)  # what could not be read must not count as saved
-        except CheckpointError as error:
-            raise CheckpointError(f"could not finish {self.path}: {error}") from None
-        write_text(self.building / MANIFEST, json.dumps({**body, "sha256": digest(body)}))
-        publish(self.building, self.path)
-
     def agree(self) -> None:
         """Raises CheckpointError on every rank if any has a problem, after removing what was written. Collective."""
         found = list(dict.fromkeys(p for p in collectives.exchange(self.problem, self.everyone) if p))
@@ -237,6 +228,18 @@ class Saving:
                 shutil.rmtree(self.building, ignore_errors=True)
             collectives.barrier(self.everyone)
             raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
+
+
+def finish(building: Path, path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the manifest from what every rank left, and renames the folder. Raises OSError, CheckpointError, and
+    TypeError and others for a `head` that JSON cannot say."""
+    body = json.loads(json.dumps({**head, **joined(entries)}))  # as it will be read: JSON has no tuples
+    try:
+        check_structure(body)  # what could not be read must not count as saved
+    except CheckpointError as error:
+        raise CheckpointError(f"could not finish {path}: {error}") from None
+    write_text(building / MANIFEST, json.dumps({**body, "sha256": digest(body)}))
+    publish(building, path)
 
 
 def joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
