@@ -196,14 +196,21 @@ class TensorFile:
         """Fills `out` [n], contiguous and on the CPU, from the elements of a tensor from `first` on, of its dtype."""
         dtype, _, begin = self.tensors[name]
         at, rest = begin + first * DTYPES[dtype].itemsize, out.view(torch.uint8).numpy().data
+        starts = range(0, len(rest), BLOCK)
         try:
-            while len(rest):
-                read = os.preadv(self._handle, [rest[: 2**30]], at)
-                if not read:
-                    raise OSError("it ends too early")
-                at, rest = at + read, rest[read:]
+            if len(starts) > 1:
+                list(threads().map(lambda start: self._fill(rest[start : start + BLOCK], at + start), starts))
+            else:
+                self._fill(rest, at)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {plain(error)}") from None
+
+    def _fill(self, rest: memoryview, at: int) -> None:
+        while len(rest):
+            read = os.preadv(self._handle, [rest], at)
+            if not read:
+                raise OSError("it ends too early")
+            at, rest = at + read, rest[read:]
 
     def tensor(self, name: str) -> Tensor:
         """Returns a whole tensor."""

@@ -21,7 +21,7 @@ import json
 import zlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -30,8 +30,7 @@ import torch
 
 from threed.checkpoint.files import DTYPES, NAMES
 from threed.sharding import Piece
-from threed.zero.layout import Group
-from threed.zero.optimizer import Optimizer
+from threed.zero.layout import Group, Layout
 from threed.zero.records import Extent
 from threed.zero.state import State
 
@@ -150,20 +149,32 @@ class Section:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A section that a rank holds a portion of. number: what of it the rank is to write; None: others do.
+    """A section that a rank holds a portion of, which is one of several `copies`; this one is number `copy` of them.
 
     states: of every line, in the order of its windows. shapes: of the global tensors, by name.
     """
 
     section: Section
-    number: int | None
+    portion: int
+    copies: int
+    copy: int
     states: list[list[State]]
     shapes: dict[str, tuple[int, ...]]
 
     @property
+    def number(self) -> int | None:
+        """What of the section this rank writes; None if others write all of its portion."""
+        writers = self.section.writers
+        # Not always the first copies, nor the same ones: by the portion, and by what the section is.
+        turn = zlib.crc32(self.section.digest.encode()) + self.portion
+        places = ((writer * self.copies // writers + turn) % self.copies for writer in range(writers))
+        return next((self.portion * writers + w for w, place in enumerate(places) if place == self.copy), None)
+
+    @property
     def numel(self) -> int:
         """Elements to be written."""
-        return 0 if self.number is None else self.section.numel(self.number)
+        number = self.number
+        return 0 if number is None else self.section.numel(number)
 
     @property
     def nbytes(self) -> int:
@@ -172,32 +183,31 @@ class Held:
 
     def extents(self) -> Iterator[Extent]:
         """Yields what is to be written, in order."""
+        number = self.number
         for line, states in zip(self.section.lines, self.states, strict=True):
-            for index, state in enumerate(states if self.number is not None else ()):
-                assert self.number is not None
-                runs = list(line.runs(*self.section.window(self.number, line, index)))
+            for index, state in enumerate(states if number is not None else ()):
+                assert number is not None
+                runs = list(line.runs(*self.section.window(number, line, index)))
                 origin = state.bucket.portion_first
                 for part in self.section.parts:
                     for piece, lo, hi in runs:
                         yield Extent(part, line.pieces[piece][0], state, lo - origin, hi - lo)
 
 
-def held(optimizer: Optimizer) -> list[Held]:
-    """Returns the sections of the optimizer's state that this rank holds portions of, alike on all that hold them."""
-    by_group: dict[Group, dict[tuple[str, ...], list[State]]] = {group: {} for group in optimizer.layout.groups}
-    earlier = optimizer.versions.earlier if optimizer.versions else []
-    for state in (*optimizer.states, *optimizer.frozen, *earlier):
+def held(layout: Layout, states: Iterable[State]) -> list[Held]:
+    """Returns the sections of some states that this rank holds portions of, alike on all that hold them."""
+    by_group: dict[Group, dict[tuple[str, ...], list[State]]] = {group: {} for group in layout.groups}
+    for state in states:
         by_group[state.bucket.group].setdefault(tuple(state.storages), []).append(state)
     kinds: dict[tuple[Any, ...], list[tuple[Group, list[State]]]] = {}
     for group, some in by_group.items():
-        for states in some.values():
-            states.sort(key=lambda state: state.bucket.first)
-            for dtype, parts in _by_dtype(states[0]).items():
+        for mine in some.values() if any(True for _ in _pieces(group)) else ():
+            mine.sort(key=lambda state: state.bucket.first)
+            for dtype, parts in _by_dtype(mine[0]).items():
                 sizes = (group.shard.size, group.holders.size, *(axis.size for axis in group.copies))
                 kind = (parts, dtype, sizes, group.key.replicated, group.key.tied)
-                kinds.setdefault(kind, []).append((group, states))
-    made = (_held(parts, dtype, members) for (parts, dtype, *_), members in kinds.items())
-    return [some for some in made if some is not None]
+                kinds.setdefault(kind, []).append((group, mine))
+    return [_held(parts, dtype, members) for (parts, dtype, *_), members in kinds.items()]
 
 
 def _by_dtype(state: State) -> dict[torch.dtype, tuple[str, ...]]:
@@ -205,10 +215,7 @@ def _by_dtype(state: State) -> dict[torch.dtype, tuple[str, ...]]:
     return {dtype: tuple(p for p, d in dtypes.items() if d == dtype) for dtype in dtypes.values()}
 
 
-def _held(parts: tuple[str, ...], dtype: torch.dtype, members: list[tuple[Group, list[State]]]) -> Held | None:
-    members = [(group, states) for group, states in members if any(True for _ in _pieces(group))]
-    if not members:
-        return None
+def _held(parts: tuple[str, ...], dtype: torch.dtype, members: list[tuple[Group, list[State]]]) -> Held:
     first = members[0][0]
     portions, copies = first.shard.size * first.holders.size, 1
     portion, copy = first.shard.index * first.holders.size + first.holders.index, 0
@@ -225,13 +232,8 @@ def _held(parts: tuple[str, ...], dtype: torch.dtype, members: list[tuple[Group,
     ]
     writers = min(copies, max(1, -(-nbytes // LEAST_BYTES)))
     about = {"parts": list(parts), "dtype": NAMES[dtype], "portions": portions, "writers": writers, "lines": lines}
-    section = Section(about)
-    # Not always the first copy: which one it is depends on the section.
-    turn = zlib.crc32(section.digest.encode()) + portion
-    mine = next((w for w in range(writers) if (w * copies // writers + turn) % copies == copy), None)
     shapes = {piece.name: piece.shape for group, _ in members for piece, _ in _pieces(group)}
-    number = None if mine is None else portion * writers + mine
-    return Held(section, number, [states for _, states in members], shapes)
+    return Held(Section(about), portion, copies, copy, [states for _, states in members], shapes)
 
 
 def _pieces(group: Group) -> Iterator[tuple[Piece, int]]:

@@ -16,7 +16,7 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -36,7 +36,7 @@ from threed.checkpoint.sections import Held, Section, held
 from threed.config import Config
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import Extent, read
+from threed.zero.records import Extent, read, states
 
 PATIENCE_S = 600.0  # how long the first rank waits for another one that writes
 POLL_S = 0.02
@@ -61,7 +61,7 @@ def prepare(
     everyone = topology.axis("world")
     optimizer.settle()  # a run that goes on from here and one that resumes see the same parameters
     extras.ready()
-    mine = held(optimizer)
+    mine = held(optimizer.layout, states(optimizer))
     said, values = extras.entries()
     beside = {key: value.to("cpu", copy=True) for key, value in values.items()}  # the next step may change them
     nbytes = sum(h.nbytes for h in mine) + sum(tensor.nbytes for tensor in beside.values())
@@ -191,7 +191,7 @@ class Saving:
         wrong. No collective. patience: seconds to wait for the others."""
         if self.everyone.index == 0 and self.problem is None:
             try:
-                self._publish(self._entries(time.monotonic() + patience))
+                finish(self.building, self.path, self.head, self._entries(time.monotonic() + patience))
             except (
                 OSError,
                 TypeError,
@@ -222,15 +222,6 @@ class Saving:
             raise CheckpointError("; ".join(problems))
         return found
 
-    def _publish(self, entries: list[dict[str, Any]]) -> None:
-        body = json.loads(json.dumps({**self.head, **_joined(entries)}))  # as it will be read: JSON has no tuples
-        try:
-            check_structure(body)  # what could not be read must not count as saved
-        except CheckpointError as error:
-            raise CheckpointError(f"could not finish {self.path}: {error}") from None
-        write_text(self.building / MANIFEST, json.dumps({**body, "sha256": digest(body)}))
-        publish(self.building, self.path)
-
     def agree(self) -> None:
         """Raises CheckpointError on every rank if any has a problem, after removing what was written. Collective."""
         found = list(dict.fromkeys(p for p in collectives.exchange(self.problem, self.everyone) if p))
@@ -241,7 +232,19 @@ class Saving:
             raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
 
 
-def _joined(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def finish(building: Path, path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the manifest from what every rank left, and renames the folder. Raises OSError, CheckpointError, and
+    TypeError and others for a `head` that JSON cannot say."""
+    body = json.loads(json.dumps({**head, **joined(entries)}))  # as it will be read: JSON has no tuples
+    try:
+        check_structure(body)  # what could not be read must not count as saved
+    except CheckpointError as error:
+        raise CheckpointError(f"could not finish {path}: {error}") from None
+    write_text(building / MANIFEST, json.dumps({**body, "sha256": digest(body)}))
+    publish(building, path)
+
+
+def joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns shapes, sections and files of a manifest, from what every rank left."""
     shapes: dict[str, Any] = {}
     sections: dict[str, Any] = {}  # by digest: ranks that hold copies of each other say the same

@@ -79,11 +79,12 @@ R = TypeVar("R", Record, Extent)
 
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
     """Yields every box this rank holds, part by part within each run, in buffer order; by default all parts."""
-    for state in _states(optimizer):
+    for state in states(optimizer):
         yield from _records_of(state, parts)
 
 
-def _states(optimizer: Optimizer) -> list[State]:
+def states(optimizer: Optimizer) -> list[State]:
+    """Returns the states of everything this rank updates, of frozen parameters, and of the version before."""
     earlier = optimizer.versions.earlier if optimizer.versions else []
     return [*optimizer.states, *optimizer.frozen, *earlier]
 
@@ -134,7 +135,7 @@ def fill_in_place(
     with optimizer.changing():
         optimizer.gatherer.settle()  # a gather in flight may still read what is written here
         optimizer.gatherer.release_all()  # what is gathered now would be stale
-        for state in _states(optimizer):
+        for state in states(optimizer):
             wanted = [part for part in state.storages if parts is None or part in parts]
             with optimizer.held(state, wanted, write=True) as held:
                 for record in _records_of(state, parts):
