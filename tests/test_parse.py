@@ -70,6 +70,9 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     [
         (b"a = " + DEEP, "nested too deeply"),
         (b"a" + b".a" * 200 + b" = 1", "nested too deeply"),
+        (b"a" + b" . a" * 60_000, "has 240,001 bytes; at most 131,072"),
+        (b'"a b".' * 20_000 + b"a = 1", "nested too deeply"),  # a parser may take the square of the time
+        (b"a .\t" * 20_000 + b"a = 1", "nested too deeply"),
         (b"[train]\nsteps = 1" + b"0" * 5000, "Exceeds the limit"),
         (b"[train]\nsteps = 1" + b"0" * 100, "more than 40 digits"),
         (b"[train]\nsteps = 1\nsteps = 2", "Cannot overwrite a value"),
@@ -94,3 +97,10 @@ def test_a_line_of_text_beyond_the_bounds_is_named(line: Any, tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"x\.jsonl, line 2: no ") as error:
         list(find_text(tmp_path / "x.jsonl").pieces())
     assert str(error.value).isprintable()
+
+
+def test_numbers_of_a_list_are_no_deep_key(tmp_path: Path) -> None:
+    numbers = " ".join(f"1.{n}" for n in range(128))
+    text = f"longrope: short-factor={numbers}, long-factor={numbers}"
+    (tmp_path / "x.toml").write_text(f"[model]\nrope-scaling = '{text}'")
+    assert len(read_toml(tmp_path / "x.toml")["model"]["rope-scaling"].split()) > 256

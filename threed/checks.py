@@ -8,6 +8,7 @@ single keys are not here, they stand with the keys in `threed.config`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -102,7 +103,8 @@ def _as_written(value: object) -> str:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]  # of any that is meant, all
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _listed(numbers: Iterable[int]) -> str:

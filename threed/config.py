@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from threed.param_groups import ParamGroup as ParamGroup
+from threed.parse import printable
 from threed.values import (
     Architecture,
     AutoSwitch,
@@ -56,8 +57,8 @@ class ConfigError(ValueError):
     """Everything that is wrong with a configuration, each problem one line that names its fix."""
 
     def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+        self.problems = [printable(problem) for problem in problems]
+        super().__init__("\n".join(self.problems))
 
 
 class _Group(BaseModel):

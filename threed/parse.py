@@ -10,9 +10,11 @@ differ in which of the two counts; so are NaN and infinities, which JSON does no
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 2**26  # of a file
+MOST_TOML = 2**17
 MOST_DEPTH = 64
 MOST_DIGITS = 40  # of a whole number: published files have 1e30, written out, for "no limit"
 
@@ -28,14 +31,19 @@ class ParseError(ValueError):
     """What is wrong with a text, as one line that names it; reason: without the name."""
 
     def __init__(self, place: object, reason: str) -> None:
-        name = str(place)
-        super().__init__(f"{name if name.isprintable() else plain(name)}: {reason}")
+        super().__init__(f"{printable(place)}: {reason}")
         self.reason = reason
 
 
 def plain(text: object, most: int = 500) -> str:
     """Returns text of a stranger's as one line of ASCII that is safe to print, cut at `most` characters."""
     return str(text)[:most].encode("unicode_escape").decode()
+
+
+def printable(text: object, most: int = 4000) -> str:
+    """Returns a text as it is, cut at `most` characters; as `plain` does where some of it cannot be shown."""
+    some = str(text)[:most]
+    return some if some.isprintable() else plain(some, most)
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
@@ -46,9 +54,20 @@ def read_json(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
     return value
 
 
-def read_toml(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
+def read_toml(path: Path, most: int = MOST_TOML) -> dict[str, Any]:
     """Returns the tables of a TOML file."""
-    return _parse(lambda text: tomllib.loads(text), read_file(path, most), str(path), "TOML")
+    return _parse(_toml, read_file(path, most), str(path), "TOML")
+
+
+def _toml(text: str) -> dict[str, Any]:
+    """As tomllib, which takes the square of the time for a key of so many parts."""
+    for some in re.split(r"[=,\n]", text):
+        if some.count(".") > MOST_DEPTH:
+            words = [part.strip(" \t") for part in some.split(".")]
+            parts = [" " in word and word[0] not in "\"'" for word in words]  # that is no key, but text or numbers
+            if max((len(list(run)) for spaced, run in itertools.groupby(parts) if not spaced), default=0) > MOST_DEPTH:
+                raise RecursionError
+    return tomllib.loads(text)
 
 
 def parse_json(data: bytes | str, place: str, *, finite: bool = True) -> Any:

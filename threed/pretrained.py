@@ -1,4 +1,4 @@
-"""How a run begins from a Hugging Face folder: `--checkpoint.resume FOLDER`.
+"""How a run begins from a Hugging Face folder, or what was converted from one: `--checkpoint.resume FOLDER`.
 
     start = find(argv, defaults)            # None where the run begins from none; ConfigError for a folder that is none
     load([*start.flags, *argv], start.defaults)
@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from threed.arguments import load, written
+from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf_folder import HFFolder, is_hf_folder
 from threed.checkpoint.hf_import import model_differences
 from threed.config import ConfigError, ModelConfig, key_name
+from threed.resolution import resolve_model
 
 Groups = Mapping[str, Mapping[str, Any]]
 SEQ = 256  # as long as nobody says how long
@@ -27,16 +29,19 @@ SEQ = 256  # as long as nobody says how long
 
 @dataclass(frozen=True)
 class Pretrained:
-    """The folder of a run; flags: those that say what its model is. defaults: of the program, with the folder's."""
+    """Where a run begins; flags: those that say what its model is. defaults: of the program, with the folder's.
 
-    folder: HFFolder
+    folder: one of Hugging Face's, or None for what was converted from one.
+    """
+
+    folder: HFFolder | None
     flags: list[str]
     defaults: Groups
 
     def problems(self) -> list[str]:
         """Returns what of the folder's tensors does not fit its configuration."""
         try:
-            return list(self.folder.problems())
+            return list(self.folder.problems()) if self.folder else []
         except CheckpointError as error:
             return [str(error)]
 
@@ -48,17 +53,39 @@ def find(argv: list[str], defaults: Groups) -> Pretrained | None:
     except ConfigError:
         return None  # its problems are told where all are
     path = Path(config.checkpoint.resume)
-    if options.help or config.checkpoint.resume in ("auto", "none") or not is_hf_folder(path):
+    if options.help or config.checkpoint.resume in ("auto", "none"):
         return None
     try:
-        folder = HFFolder(path)
+        opened = _open(path)
     except CheckpointError as error:
         raise ConfigError([f"--checkpoint.resume {path}: {error}"]) from None
-    found = Pretrained(folder, _flags(folder.model), _with(defaults, folder))
+    if opened is None:
+        return None
+    folder, saved, tokenizer = opened
+    found = Pretrained(folder, _flags(saved), _with(defaults, saved, tokenizer))
     model = load([*found.flags, *argv], defaults=found.defaults)[0].model
-    if differences := model_differences(folder, model):
+    if differences := model_differences(path, saved, model):
         raise ConfigError([f"{text}: leave the flag out, the folder says what its model is" for text in differences])
     return found
+
+
+def _open(path: Path) -> tuple[HFFolder | None, ModelConfig, str | None] | None:
+    """Returns a Hugging Face folder, or a native checkpoint without any step: its model, and its tokenizer if it has
+    one. None for another thing: a run that goes on says itself what its model is, and is told where that differs."""
+    if is_hf_folder(path):
+        folder = HFFolder(path)
+        return folder, folder.model, str(path) if (path / "tokenizer.json").is_file() else None
+    if not (path / native.MANIFEST).is_file():
+        return None
+    manifest = native.read_manifest(path)
+    if manifest["state"]["steps"]:
+        return None
+    try:
+        model = resolve_model(ModelConfig.model_validate(manifest["config"]["model"]))
+    except ValueError:
+        return None
+    name = manifest["config"]["data"]["tokenizer"]
+    return None, model, None if name in ("none", "bytes") else str(name)
 
 
 def _flags(model: ModelConfig) -> list[str]:
@@ -66,9 +93,9 @@ def _flags(model: ModelConfig) -> list[str]:
     return [word for name, value in said.items() for word in (f"--model.{key_name(name)}", written(name, value))]
 
 
-def _with(defaults: Groups, folder: HFFolder) -> Groups:
+def _with(defaults: Groups, model: ModelConfig, tokenizer: str | None) -> Groups:
     own = {name: dict(group) for name, group in defaults.items()}
-    own.setdefault("model", {})["seq"] = min(SEQ, folder.model.seq)
-    if (folder.path / "tokenizer.json").is_file():
-        own.setdefault("data", {})["tokenizer"] = str(folder.path)
+    own.setdefault("model", {})["seq"] = min(SEQ, model.positions or model.seq)
+    if tokenizer is not None:
+        own.setdefault("data", {})["tokenizer"] = tokenizer
     return own

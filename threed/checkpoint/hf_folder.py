@@ -30,7 +30,7 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 HEAD = "lm_head.weight"
-SLAB_BYTES = 2**25  # of a tensor that is read at a time
+SLAB_BYTES = 2**24  # of a tensor that is read at a time
 Header = tuple[str, Shape]  # dtype, as safetensors spells it, and shape
 
 

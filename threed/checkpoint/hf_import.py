@@ -83,7 +83,7 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
 def _opened(path: Path, config: Config, everyone: Axis) -> tuple[HFFolder | None, list[str]]:
     try:
         folder = HFFolder(path)
-        problems = model_differences(folder, config.model)
+        problems = model_differences(path, folder.model, config.model)
         if everyone.index == 0:
             problems = problems or list(folder.problems())
         return folder, problems
@@ -91,11 +91,11 @@ def _opened(path: Path, config: Config, everyone: Axis) -> tuple[HFFolder | None
         return None, [str(error)]
 
 
-def model_differences(folder: HFFolder, model: ModelConfig) -> list[str]:
-    """Returns what of a run's model is another than the folder's, one line each."""
-    found, wanted = dict(folder.model), dict(resolve_model(model))
+def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> list[str]:
+    """Returns what of a run's model is another than that of the folder `path`, one line each."""
+    found, wanted = dict(saved), dict(resolve_model(model))
     names = [name for name in found if name not in FREE and found[name] != wanted[name]]
-    return [f"the model of {folder.path} has {name} = {found[name]}, this run has {wanted[name]}" for name in names]
+    return [f"the model of {path} has {name} = {found[name]}, this run has {wanted[name]}" for name in names]
 
 
 def _overflows(folder: HFFolder, optimizer: Optimizer, config: Config) -> list[str]:

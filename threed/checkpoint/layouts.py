@@ -26,6 +26,7 @@ from threed.architectures.checks import export_limits, find_model_problems
 from threed.architectures.record import Rule
 from threed.checkpoint.files import CheckpointError
 from threed.config import ModelConfig
+from threed.parse import printable
 from threed.resolution import resolve_model
 
 Shape = tuple[int, ...]
@@ -178,7 +179,8 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
             raise ValueError("; ".join(problems))
         return model
     except ValueError as error:
-        raise CheckpointError(f"the Hugging Face configuration: {' '.join(str(error).split())}") from None
+        said = printable(" ".join(str(error).split()))
+        raise CheckpointError(f"the Hugging Face configuration: {said}") from None
 
 
 def config_of(model: ModelConfig) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from threed.parse import plain
+
 Tokens = NDArray[np.integer[Any]]
 
 END_OF_TEXT = "<|endoftext|>"
@@ -214,7 +216,7 @@ def _load_backend(path: Path) -> Any:
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for every kind of malformed file
-        raise ValueError(f"{path} is no tokenizer.json that the `tokenizers` library reads: {error}") from error
+        raise ValueError(f"{path} is no tokenizer.json that the `tokenizers` library reads: {plain(error)}") from error
     # Many published files switch these on for short inputs; here they would cut or fill documents in silence.
     backend.no_truncation()
     backend.no_padding()

@@ -1,0 +1,131 @@
+"""The most memory that `threed convert` takes, in every direction, and whether the bits come back.
+
+    python -m benchmarks.conversion_memory --gib 2                       # a Llama of 2 GiB in fp32
+    python -m benchmarks.conversion_memory --gib 2 --arch gpt            # whose matrices are transposed
+
+A folder of random weights is made; each conversion then runs in a process of its own, whose anonymous memory (RssAnon
+of /proc/self/status: not what is mapped of files) is looked at every 5 ms. One JSON record a conversion on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from threed.checkpoint.convert import convert
+from threed.checkpoint.hf import write_folder
+from threed.checkpoint.hf_folder import slabs
+from threed.checkpoint.layouts import config_of, entries
+from threed.config import ModelConfig
+from threed.resolution import resolve_model
+
+STEPS = (
+    ("theirs", "native", "native", None),
+    ("native", "back", "hf", None),
+    ("theirs", "half", "hf", "bf16"),
+    ("native", "half-too", "hf", "bf16"),
+)
+
+
+class Random:
+    """Weights drawn as they are asked for."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """All are fp32."""
+        return torch.float32
+
+    def box(self, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        """Numbers that follow from the name and the place."""
+        seed = int.from_bytes(hashlib.sha256(f"{name} {start}".encode()).digest()[:7], "little")
+        return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+
+def model_of(arch: str, gib: float) -> ModelConfig:
+    """A model of about so many GiB in fp32, whose embedding is an eighth of a GiB for each of them."""
+    keys = {"arch": arch, "hidden": 2048, "heads": 16, "ffn": 8192, "vocab": int(16_384 * gib), "seq": 1024}
+    layers = 1
+    while True:
+        model = resolve_model(ModelConfig.model_validate(keys | {"layers": layers}))
+        if sum(torch.Size(entry.shape).numel() for entry in entries(model)) * 4 >= gib * 2**30:
+            return model
+        layers += 1
+
+
+def peak_while(src: Path, dst: Path, to: str, dtype: str | None) -> dict[str, float]:
+    """Converts; MiB of anonymous memory before and at most, and seconds."""
+    found, over = [anonymous_mib()], threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.005):
+            found.append(anonymous_mib())
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    began = time.perf_counter()
+    convert(src, dst, to=to, dtype=dtype)
+    seconds = time.perf_counter() - began
+    over.set()
+    watcher.join()
+    return {"before_mib": round(found[0]), "peak_mib": round(max(found)), "seconds": round(seconds, 1)}
+
+
+def anonymous_mib() -> float:
+    """RssAnon of this process."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) / 1024
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """The sha256 of every tensor of a folder."""
+    return {name: digest for file in sorted(folder.glob("*.safetensors")) for name, digest in _hashes(file)}
+
+
+def _hashes(file: Path) -> Iterator[tuple[str, str]]:
+    with safe_open(file, framework="pt") as opened:
+        for name in list(opened.keys()):
+            values, digest = opened.get_slice(name), hashlib.sha256()
+            for first, last in slabs(tuple(values.get_shape()), 4):
+                digest.update(values[first:last].contiguous().view(-1).view(torch.uint8).numpy().data)
+            yield name, digest.hexdigest()
+
+
+def main() -> None:
+    """All conversions."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gib", type=float, default=2.0)
+    parser.add_argument("--arch", default="llama")
+    parser.add_argument("--folder", help="where to write; default: a temporary folder")
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        src, dst, to, dtype = arguments.one
+        print(json.dumps(peak_while(Path(src), Path(dst), to, dtype or None)))
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
+        model = model_of(arguments.arch, arguments.gib)
+        write_folder(Path(place, "theirs"), entries(model), Random(), config_of(model))
+        sizes = sum(file.stat().st_size for file in Path(place, "theirs").glob("*.safetensors"))
+        for src, dst, to, dtype in STEPS:
+            words = [str(Path(place, src)), str(Path(place, dst)), to, dtype or ""]
+            command = [sys.executable, "-m", "benchmarks.conversion_memory", "--one", *words]
+            said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            print(json.dumps({"arch": arguments.arch, "gib": round(sizes / 2**30, 2), "from": src, "to": dst, **said}))
+        for one, other in (("theirs", "back"), ("half", "half-too")):
+            same = hashes(Path(place, one)) == hashes(Path(place, other))
+            print(json.dumps({"arch": arguments.arch, "same bits": [one, other], "is": same}))
+
+
+if __name__ == "__main__":
+    main()

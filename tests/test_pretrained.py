@@ -1,0 +1,114 @@
+"""A run that begins from a Hugging Face folder: the folder says what the model is, the run all else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_models_families import FAMILIES, theirs
+from tests.test_pretrain import again, folder  # noqa: F401
+from threed import launch
+from threed.arguments import load
+from threed.checkpoint import native
+from threed.checkpoint.convert import convert
+from threed.checkpoint.layouts import model_of
+from threed.config import ConfigError
+from threed.data.tokenizer import ByteTokenizer
+from threed.monitor import metrics
+from threed.pretrained import find
+
+RUN = [
+    "--train.global-batch", "4", "--train.eval-samples", "4", "--train.sample-tokens", "8", "--data.path", "text.txt",
+    "--optim.warmup", "2", "--log.every", "1", "--log.wandb", "off", "--run.dir", "run",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with a tokenizer, and a GPT-2 without one."""
+    place = tmp_path_factory.mktemp("pretrained")
+    for name in ("llama", "gpt2"):
+        kind, sizes = FAMILIES[name]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(FAMILIES, name, (kind, sizes | {"vocab_size": 300}))
+            theirs(name).save_pretrained(place / name)
+    ByteTokenizer().save_hf(place / "llama")
+    convert(place / "llama", place / "native")
+    return place
+
+
+def resolved(argv: list[str], defaults: dict[str, Any]) -> Any:
+    """The configuration of a run that begins from a folder."""
+    start = find(argv, defaults)
+    assert start is not None
+    assert start.problems() == []
+    return load([*start.flags, *argv], defaults=start.defaults)[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "native"])
+def test_the_folder_says_what_the_model_is(kind: str, pretrained: Path) -> None:
+    resume = ["--checkpoint.resume", str(pretrained / kind)]
+    model = model_of(json.loads((pretrained / "llama" / "config.json").read_text()))
+    config = resolved(resume, {"model": {"arch": "gpt"}})
+    assert config.model == model.model_copy(update={"seq": 64})  # of its 64 positions
+    assert Path(config.data.tokenizer).samefile(pretrained / "llama") or kind == "native"
+    config = resolved([*resume, "--preset", "llama-tiny", "--model.seq", "16", "--model.dropout", "0.1"], {})
+    assert config.model == model.model_copy(update={"seq": 16, "dropout": 0.1})
+    assert config.optim.lr == load(["--preset", "llama-tiny"])[0].optim.lr
+    assert resolved([*resume, "--data.tokenizer", "bytes"], {}).data.tokenizer == "bytes"
+    with pytest.raises(ConfigError) as error:
+        find([*resume, "--model.layers", "4", "--model.kv-heads", "4"], {})
+    for text, wanted in zip(error.value.problems, ("layers = 3, this run", "kv_heads = 2, this run"), strict=True):
+        assert text.startswith(f"the model of {pretrained / kind} has {wanted} has 4: leave the flag out")
+
+
+def test_without_such_a_folder_nothing_changes(pretrained: Path, tmp_path: Path) -> None:
+    for resume in ("auto", "none", str(tmp_path), str(tmp_path / "nowhere")):
+        assert find(["--checkpoint.resume", resume], {}) is None
+    assert find(["--checkpoint.resume", str(pretrained / "gpt2"), "--help"], {}) is None
+    assert find(["--checkpoint.resume", str(pretrained / "gpt2"), "--no.key", "1"], {}) is None
+    assert resolved(["--checkpoint.resume", str(pretrained / "gpt2")], {}).data.tokenizer == "bytes"
+
+
+def test_a_folder_that_does_not_fit_is_refused_before_the_start(
+    pretrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = shutil.copytree(pretrained / "llama", tmp_path / "theirs")
+    words = ["--checkpoint.resume", str(source), "--dry-run"]
+    about = json.loads((source / "config.json").read_text())
+    for changes, problem in [
+        ({"model_type": "bloom"}, "model_type bloom is none of gpt2"),
+        ({"hidden_size": 44}, "model.embed_tokens.weight is [300, 40], not [300, 44]"),
+    ]:
+        (source / "config.json").write_text(json.dumps(about | changes))
+        code = launch.main(words, prog="threed train")
+        said = capsys.readouterr()
+        assert (code, problem in said.err + said.out) == (0 if "hidden_size" in changes else 2, True), said
+    (source / "config.json").write_text(json.dumps(about))
+    assert launch.main(words, prog="pretrain/gpt.py", arch="gpt") == 2
+    assert "pretrain/gpt.py trains gpt, and the preset, file or folder says model.arch llama" in capsys.readouterr().err
+
+
+def test_a_run_begins_from_a_folder_and_goes_on_from_its_own_checkpoints(
+    pretrained: Path,
+    folder: Path,  # noqa: F811
+) -> None:
+    first = again(
+        folder, 2, "llama.py", *RUN, "--checkpoint.resume", str(pretrained / "llama"), "--parallel.tp", "2",
+        "--train.steps", "4", "--train.stop-after", "2", "--model.seq", "16",
+    )  # fmt: skip
+    assert first.returncode == 0, first.stderr
+    assert f"begun from {pretrained / 'llama'}, with moments of zero" in first.stdout
+    told = first.stdout.partition("resume     ")[2].split()
+    assert told[3:6] == ["2", "pretrain/llama.py", "--config"]
+    assert told[-2:] == ["--checkpoint.resume", "auto"]
+    second = again(folder, 2, "llama.py", *told[5:], "--train.stop-after", "none")
+    assert second.returncode == 0, second.stderr
+    assert "resumed    run/checkpoints/step-2" in second.stdout
+    rows = metrics.read(folder / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert native.read_manifest(folder / "run" / "checkpoints" / "step-4")["config"]["model"]["layers"] == 3
