@@ -20,7 +20,7 @@ from threed.atomic import building_place
 from threed.checkpoint.files import NAMES, CheckpointError, begin, stream_tensors
 from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, file_of
 from threed.checkpoint.sections import Section
-from threed.checkpoint.writing import finish, joined
+from threed.checkpoint.writing import finish
 from threed.config import Config
 from threed.planner.grid import Grid
 from threed.zero.records import WEIGHT
@@ -86,8 +86,8 @@ def _write_file(
     about = {"parts": [WEIGHT], "dtype": NAMES[dtype], "portions": 1, "writers": 1, "lines": lines}
     section, file = Section(about), building / file_of(number)
     metadata, numel = {"0": f"{section.digest} 0"}, section.numel(0)
-    tree = stream_tensors(file, {"0": (dtype, (numel,))}, _counted(shapes, given), metadata)
-    entry = {"file": file.name, "tree": tree, "size": file.stat().st_size, "holds": [[section.digest, 0]]}
+    hashes = stream_tensors(file, {"0": (dtype, (numel,))}, _counted(shapes, given), metadata)._asdict()
+    entry = {"file": file.name, **hashes, "size": file.stat().st_size, "holds": [[section.digest, 0]]}
     return {"sections": [[about, shapes]], "entry": {**entry, "buffers": [], "generators": []}}
 
 
