@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -23,7 +24,7 @@ import numpy as np
 from threed.native import function
 
 BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16  # bytes hashed by one thread, read at a time, and of a sum
-AHEAD = 8  # blocks that are hashed while more are written
+AHEAD = 4  # blocks that are hashed while more are written
 
 
 class Hashes(NamedTuple):
@@ -64,25 +65,36 @@ class Hashing:
     def __init__(self) -> None:
         self._blocks: list[Future[tuple[bytes, bytes]]] = []
         self._borrowed: list[Future[tuple[bytes, bytes]]] = []
-        self._open = bytearray()
+        self._copies: deque[tuple[Future[tuple[bytes, bytes]], memoryview]] = deque()  # of what came in parts
+        self._open, self._filled = memoryview(b""), 0
 
     def update(self, data: bytes | memoryview) -> None:
         """Adds bytes."""
         rest = memoryview(data)
         while len(rest):
-            some, rest = rest[: BLOCK - len(self._open)], rest[BLOCK - len(self._open) :]
-            if len(some) == BLOCK:
-                self._borrowed.append(self._begin(some))
+            if not self._filled and len(rest) >= BLOCK:
+                self._borrowed.append(self._begin(rest[:BLOCK]))
+                rest = rest[BLOCK:]
                 continue
-            self._open += some
-            if len(self._open) == BLOCK:
+            if not self._filled:
+                self._open = self._buffer()
+            some, rest = rest[: BLOCK - self._filled], rest[BLOCK - self._filled :]
+            self._open[self._filled : self._filled + len(some)] = some
+            self._filled += len(some)
+            if self._filled == BLOCK:
                 self._close()
 
+    def _buffer(self) -> memoryview:
+        """Returns memory for a block; that of an earlier one where enough are on their way."""
+        if len(self._copies) < AHEAD:
+            return memoryview(bytearray(BLOCK))
+        future, buffer = self._copies.popleft()
+        future.result()
+        return buffer
+
     def _close(self) -> None:
-        self._begin(memoryview(self._open))
-        self._open = bytearray()
-        if len(self._blocks) >= AHEAD:
-            self._blocks[-AHEAD].result()  # bounds the memory of blocks that wait
+        self._copies.append((self._begin(self._open[: self._filled]), self._open))
+        self._filled = 0
 
     def _begin(self, data: memoryview) -> Future[tuple[bytes, bytes]]:
         self._blocks.append(threads().submit(_both, data))
@@ -95,7 +107,7 @@ class Hashing:
 
     def result(self) -> Hashes:
         """Returns the hashes of all that was given."""
-        if self._open:
+        if self._filled:
             self._close()
         pairs = [block.result() for block in self._blocks]
         tree, total = (hashlib.sha256(b"".join(some)).hexdigest() for some in zip(*pairs, strict=True))
