@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.configs import batch, share
 from threed.buffers import bytes_of
+from threed.checkpoint.checksum import checksum, tree_hash
 from threed.checkpoint.files import sha256, stream_tensors
 from threed.checkpoint.manifest import digest, file_of, read_manifest
 from threed.checkpoint.reading import Reader
@@ -35,6 +36,11 @@ def distance(one: list[tuple[str, str, Tensor]], other: list[tuple[str, str, Ten
     """The largest difference of two states of one topology."""
     assert [a[:2] for a in one] == [b[:2] for b in other]
     return max((float((a[2] - b[2]).abs().max()) for a, b in zip(one, other, strict=True)), default=0.0)
+
+
+def hashes_of(file: Path) -> dict[str, str | None]:
+    """What a manifest says of a file's contents."""
+    return {"tree": tree_hash(file), "sum": checksum(file)}
 
 
 def rewrite(path: Path, version: int, ranks: int) -> None:

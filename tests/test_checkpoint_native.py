@@ -20,12 +20,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import distance, state_of, train
+from tests.checkpoints import distance, hashes_of, state_of, train
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
 from threed import collectives
 from threed.checkpoint import native
-from threed.checkpoint.files import CheckpointError, TensorFile, tree_hash
+from threed.checkpoint.files import CheckpointError, TensorFile
 from threed.checkpoint.reading import Reader
 from threed.engine import Engine
 
@@ -184,7 +184,7 @@ def resealed(path: Path, at: int, new: bytes | None, old: bytes = b"", by: bytes
     data = file.read_bytes()
     data = data.replace(old, by) if new is None else data[:at] + new + data[at + len(new) :]
     file.write_bytes(data)
-    sealed(path, lambda body: body["files"][1].update(tree=tree_hash(file), size=len(data)))
+    sealed(path, lambda body: body["files"][1].update(hashes_of(file), size=len(data)))
 
 
 # Damage, and what the error must name.

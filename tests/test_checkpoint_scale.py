@@ -96,7 +96,15 @@ def moved(h: Held, dp: int, size: int) -> Held:
 def entry_of(rank: int, mine: list[Held], describes: bool) -> dict[str, Any]:
     sections = [[h.section.about, h.shapes] for h in mine] if describes else []
     holds = [[h.section.digest, h.number] for h in mine if h.number is not None]
-    entry = {"file": file_of(rank), "tree": SHA, "size": 10**9, "holds": holds, "buffers": [], "generators": []}
+    entry = {
+        "file": file_of(rank),
+        "tree": SHA,
+        "sum": SHA,
+        "size": 10**9,
+        "holds": holds,
+        "buffers": [],
+        "generators": [],
+    }
     return {"sections": sections, "entry": entry} if holds else {"sections": sections}
 
 
@@ -150,7 +158,7 @@ def pieces_of(manifest: dict[str, Any]) -> int:
     return sum(len(line["pieces"]) for section in manifest["sections"] for line in section["lines"])
 
 
-PER_RANK, PER_PIECE, HEAD = 260, 110, 8000  # bytes of a manifest
+PER_RANK, PER_PIECE, HEAD = 330, 110, 8000  # bytes of a manifest
 
 
 def test_a_manifest_grows_with_tensors_and_ranks_and_not_with_their_product() -> None:
@@ -167,7 +175,7 @@ def test_a_manifest_grows_with_tensors_and_ranks_and_not_with_their_product() ->
     (pieces, small), (as_many, large) = found.values()
     assert pieces == as_many
     assert large["manifest"] - small["manifest"] <= PER_RANK * 768
-    assert large["sent, mean"] <= small["sent, mean"] <= 450  # a few describe their cell, and send some kilobytes
+    assert large["sent, mean"] <= small["sent, mean"] <= 500  # a few describe their cell, and send some kilobytes
     assert large["sent, most"] <= small["sent, most"] + 100
     assert small["opens"] <= 4  # its own file, and those with its part of what tensor ranks replicate
     assert large["opens"] <= 4
@@ -186,7 +194,7 @@ def test_175_billion_parameters_on_16384_ranks(pp: int, tp: int, opens: int, hal
     print(costs, pieces_of(manifest))
     assert costs["manifest"] <= PER_RANK * world + PER_PIECE * pieces_of(manifest) + HEAD
     assert costs["manifest"] <= 5 * 2**20
-    assert costs["sent, mean"] <= 450
+    assert costs["sent, mean"] <= 500
     assert costs["sent, most"] <= 2**18
     assert costs["opens"] <= opens
     assert costs["halved"] <= halved

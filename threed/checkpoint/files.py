@@ -1,13 +1,11 @@
 """Files of tensors: written as a stream with their hash, durable; a partial file is always detected.
 
-    tree_hash = stream_tensors(path, about, tensors)
+    hashes = stream_tensors(path, about, tensors)
     with TensorFile(path) as file: file.read("weight", 0, out)
 
 The format is safetensors (an 8-byte length, a JSON header, the bytes), written here rather than by the library so that
 the hash is computed meanwhile, one tensor is in memory at a time, and a full disk is an error at once; and read here so
 that values go straight to where they belong, by plain reads, whose errors are exceptions.
-
-The hash of a file is the sha256 of the sha256 of each 8 MiB of it, so that threads share the work.
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,6 +24,7 @@ import torch
 from torch import Tensor
 
 from threed.atomic import building_place, sync
+from threed.checkpoint.checksum import BLOCK, Hashes, Hashing, threads
 from threed.parse import plain as plain
 
 NAMES = {
@@ -35,7 +32,6 @@ NAMES = {
     torch.uint8: "U8",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-BLOCK = 2**23  # bytes that are hashed at a time
 MOST_HEADER = 10**8  # bytes, as the library has it
 
 
@@ -43,69 +39,6 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read, with the file and what to do."""
 
 
-@cache
-def threads() -> ThreadPoolExecutor:
-    """Threads for what needs no interpreter: hashing and reading. A fork has its own (`os.register_at_fork`)."""
-    return ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))
-
-
-os.register_at_fork(after_in_child=threads.cache_clear)
-
-
-class TreeHash:
-    """The hash of a stream, whose whole blocks are hashed by threads: what was given must stay until `settle`."""
-
-    def __init__(self) -> None:
-        self._blocks: list[bytes | Future[bytes]] = []
-        self._open, self._filled = hashlib.sha256(), 0
-
-    def update(self, data: bytes | memoryview) -> None:
-        """Adds bytes."""
-        rest = memoryview(data)
-        while len(rest):
-            some, rest = rest[: BLOCK - self._filled], rest[BLOCK - self._filled :]
-            if len(some) == BLOCK:
-                self._blocks.append(threads().submit(_sha256, some))
-                continue
-            self._open.update(some)
-            self._filled += len(some)
-            if self._filled == BLOCK:
-                self._blocks.append(self._open.digest())
-                self._open, self._filled = hashlib.sha256(), 0
-
-    def settle(self) -> None:
-        """Waits until what was given is hashed."""
-        self._blocks = [block if isinstance(block, bytes) else block.result() for block in self._blocks]
-
-    def hexdigest(self) -> str:
-        """Returns the hash, in hex."""
-        self.settle()
-        last = [self._open.digest()] if self._filled else []
-        return hashlib.sha256(
-            b"".join(block for block in [*self._blocks, *last] if isinstance(block, bytes))
-        ).hexdigest()
-
-
-def _sha256(data: memoryview) -> bytes:
-    return hashlib.sha256(data).digest()
-
-
-def tree_hash(path: Path) -> str:
-    """Returns the hash of a file, in hex. OSError if it cannot be read."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        handle, size = file.fileno(), os.fstat(file.fileno()).st_size
-        for block in threads().map(lambda at: _block_hash(handle, at), range(0, size, BLOCK)):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _block_hash(handle: int, at: int) -> bytes:
-    digest, end = hashlib.sha256(), at + BLOCK
-    while at < end and (data := os.pread(handle, min(2**20, end - at), at)):
-        digest.update(data)
-        at += len(data)
-    return digest.digest()
 
 
 def stream_tensors(
@@ -113,20 +46,20 @@ def stream_tensors(
     about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     tensors: Iterable[Tensor],
     metadata: Mapping[str, str] | None = None,
-) -> str:
-    """Writes a safetensors file, flushed to the disk, from tensors that come one by one; returns its hash.
+) -> Hashes:
+    """Writes a safetensors file, flushed to the disk, from tensors that come one by one; returns its hashes.
 
     about: dtype and shape of each, by name; one may come in several parts, some of its rows at a time.
     OSError when it cannot be written, ValueError for other tensors than those.
     """
-    digest = TreeHash()
+    hashing = Hashing()
     with path.open("wb") as file:
         for part in _parts(about, tensors, metadata or {}):
-            digest.update(part)
+            hashing.update(part)
             file.write(part)
-            digest.settle()  # the next tensor may take this one's memory
+            hashing.settle()  # the next tensor may take this one's memory
     sync(path)
-    return digest.hexdigest()
+    return hashing.result()
 
 
 def _parts(

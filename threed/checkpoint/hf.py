@@ -72,7 +72,7 @@ def export_hf(
     replaced. Raises CheckpointError for damage, names or shapes that are not the model's, values that overflow.
     """
     manifest = native.read_manifest(checkpoint)
-    problems = native.verify(checkpoint, manifest)
+    problems = native.verify(checkpoint, manifest, thorough=True)
     if problems:
         raise CheckpointError("; ".join(problems))
     reader = Reader(checkpoint, manifest)

@@ -24,7 +24,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from threed.checkpoint import coverage
-from threed.checkpoint.files import CheckpointError, plain, sha256, tree_hash
+from threed.checkpoint.checksum import checksum, tree_hash
+from threed.checkpoint.files import CheckpointError, plain, sha256
 
 FORMAT = "threed-checkpoint"
 VERSION = 3  # 1 had neither buffers nor generators; 2 listed the boxes of every file
@@ -81,9 +82,10 @@ class _Boxes(_File):
 
 
 class _Numbers(_File):
-    """A file of version 3. holds: (section, number) of each that it has a number of."""
+    """A file of version 3. holds: (section, number) of each that it has a number of. tree, sum: see `checksum`."""
 
     tree: Hash
+    sum: Hash | None
     holds: list[Number]
 
 
@@ -241,13 +243,25 @@ def _text(file: Path) -> str:
         os.close(handle)
 
 
-def verify(path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1) -> list[str]:
-    """Returns a line for each file that is missing or damaged; checks every `of`-th file, from `index` on."""
-    problems = (_file_problem(path, entry) for entry in manifest["files"][index::of])
+def verify(
+    path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1, thorough: bool = False
+) -> list[str]:  # fmt: skip
+    """Returns a line for each file that is missing or damaged; checks every `of`-th file, from `index` on.
+
+    thorough: by their sha256 also where there is a sum, which is enough to find damage.
+    """
+    problems = (_file_problem(path, entry, thorough) for entry in manifest["files"][index::of])
     return [problem for problem in problems if problem]
 
 
-def _file_problem(path: Path, entry: Mapping[str, Any]) -> str | None:
+def _is_intact(file: Path, entry: Mapping[str, Any], thorough: bool) -> bool:
+    if "tree" not in entry:
+        return sha256(file) == entry["sha256"]
+    found = None if thorough or entry["sum"] is None else checksum(file)
+    return tree_hash(file) == entry["tree"] if found is None else found == entry["sum"]
+
+
+def _file_problem(path: Path, entry: Mapping[str, Any], thorough: bool) -> str | None:
     file = path / entry["file"]
     try:
         about = file.lstat() if Path(entry["file"]).name == entry["file"] else None
@@ -255,8 +269,7 @@ def _file_problem(path: Path, entry: Mapping[str, Any]) -> str | None:
             return f"{file} is missing, or not a plain file of its folder"
         if about.st_size != entry["size"]:
             return f"{file} has {about.st_size} bytes, not {entry['size']}: it is damaged"
-        same = tree_hash(file) == entry["tree"] if "tree" in entry else sha256(file) == entry["sha256"]
-        return None if same else f"{file} is damaged: its hash differs from the manifest's"
+        return None if _is_intact(file, entry, thorough) else f"{file} is damaged: its hash differs from the manifest's"
     except FileNotFoundError:
         return f"{file} is missing, or not a plain file of its folder"
     except (OSError, ValueError) as error:  # ValueError: of a null character in the name

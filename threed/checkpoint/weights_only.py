@@ -64,12 +64,12 @@ def _write(
     about = {str(key): (tensors[name][0], (math.prod(tensors[name][1]),)) for key, name in enumerate(names)}
     metadata = {str(key): f"{section.digest} 0" for key, section in enumerate(sections)}
     rows = (some.reshape(-1) for some in chain.from_iterable(map(slabs, names)))
-    tree = stream_tensors(file, about, rows, metadata)
+    hashes = stream_tensors(file, about, rows, metadata)
     shapes = [{name: list(tensors[name][1])} for name in names]
     holds = [[section.digest, 0] for section in sections]
     return {
         "sections": [[section.about, shape] for section, shape in zip(sections, shapes, strict=True)],
-        "entry": {"file": file.name, "tree": tree, "size": file.stat().st_size, "holds": holds},
+        "entry": {"file": file.name, "size": file.stat().st_size, "holds": holds, **hashes._asdict()},
     }
 
 

@@ -153,8 +153,8 @@ class Saving:
             return {"sections": sections}
         holds = [[h.section.digest, h.number] for h in self.mine]
         metadata = {str(key): f"{digest} {number}" for key, (digest, number) in enumerate(holds)}
-        tree = stream_tensors(self.file, about, self._stream(values), metadata)
-        entry = {"file": self.file.name, "tree": tree, "size": self.file.stat().st_size, "holds": holds, **self.said}
+        hashes = stream_tensors(self.file, about, self._stream(values), metadata)._asdict()
+        entry = {"file": self.file.name, **hashes, "size": self.file.stat().st_size, "holds": holds, **self.said}
         return {"sections": sections, "entry": entry}
 
     def _stream(self, values: Iterable[Tensor]) -> Iterator[Tensor]:
