@@ -6,8 +6,10 @@ The folders are written by `transformers` itself, from random weights of every f
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoints import state_of
 from tests.configs import engine_of
 from tests.harness import run_ranks
-from tests.test_models_families import SEQ, TOKENS, VOCAB, theirs
-from threed.checkpoint import hf, native
+from tests.test_models_families import FAMILIES, SEQ, TOKENS, VOCAB, theirs
+from threed.checkpoint import hf, hf_folder, native
 from threed.checkpoint.convert import convert
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf_folder import HFFolder
@@ -117,6 +120,70 @@ def test_convert_goes_there_and_back_bit_for_bit(name: str, dtype: torch.dtype, 
     assert after == before | {"torch_dtype": before["dtype"]}
 
 
+def what_is_read(folder: Path) -> list[tuple[dict[str, int], int, list[str]]]:
+    """Of some topologies: elements that this rank reads of each tensor, those it keeps, and the files it opens."""
+    found, box = [], HFFolder.box
+    for topology in TOPOLOGIES:
+        engine, seen = engine_of(config_of(folder, 4, **topology)), dict[str, int]()
+        files: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+
+            def noted(self: HFFolder, name: str, start: Any, size: Any, seen: dict[str, int] = seen) -> Tensor:
+                seen[name] = seen.get(name, 0) + math.prod(size)
+                return box(self, name, start, size)
+
+            def opened(path: Path, files: list[str] = files) -> Any:
+                files.append(path.name)
+                return safe_open(path, framework="pt")
+
+            patch.setattr(HFFolder, "box", noted)
+            patch.setattr(hf_folder, "_open", opened)
+            engine.load(folder)
+        kept = sum(values.numel() for part, *_, values in state_of(engine) if part == WEIGHT)
+        found.append((seen, kept, files))
+    return found
+
+
+def test_a_rank_reads_its_slices_and_opens_their_files(tmp_path: Path) -> None:
+    theirs("qwen3").save_pretrained(tmp_path, max_shard_size="5KB")
+    count = len(list(tmp_path.glob("*.safetensors")))
+    every = run_ranks(4, what_is_read, tmp_path)
+    for number, topology in enumerate(TOPOLOGIES):
+        for rank, (seen, kept, files) in enumerate(row[number] for row in every):
+            assert sum(seen.values()) == kept
+            assert len(files) == len(set(files))
+            if rank and topology["pp"] > 1:
+                assert len(files) < 0.8 * count
+        if topology["tp"] == topology["pp"] == 1:
+            whole = HFFolder(tmp_path).shapes
+            for name, shape in whole.items():
+                assert sum(row[number][0].get(name, 0) for row in every) in (math.prod(shape), 4 * math.prod(shape))
+
+
+def convert_in_little_memory(folder: Path) -> None:
+    """Converts there and back while no more than half of the largest tensor can be allocated."""
+    hf_folder.SLAB_BYTES = 2**20  # this process ends after it
+    convert(folder / "theirs", folder / "warm-up", tokenizer="none")
+    convert(folder / "warm-up", folder / "warm-up-too")
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    files = 2 * sum(file.stat().st_size for file in (folder / "theirs").glob("*.safetensors"))  # mapped, as data
+    resource.setrlimit(resource.RLIMIT_DATA, (int(status["VmData"].split()[0]) * 1024 + files + 2**24,) * 2)
+    convert(folder / "theirs", folder / "native", tokenizer="none")
+    convert(folder / "native", folder / "back")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_conversion_holds_some_rows_at_a_time(name: str, tmp_path: Path) -> None:
+    kind, sizes = FAMILIES[name]
+    wide = {"n_embd": 128} if name == "gpt2" else {"hidden_size": 128}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, name, (kind, sizes | wide | {"vocab_size": 2**16}))
+        theirs(name).save_pretrained(tmp_path / "theirs")
+    run_ranks(1, convert_in_little_memory, tmp_path)
+    assert_same(tmp_path / "back", tmp_path / "theirs")
+    shutil.rmtree(tmp_path)
+
+
 def resume_natively(folder: Path) -> list[list[tuple[Any, ...]]]:
     """What engines hold that resume a converted checkpoint: another optimizer, another length of sequences."""
     found = []
@@ -201,8 +268,6 @@ def test_a_cache_of_downloads_is_made_of_links(folders: Path, tmp_path: Path) ->
 
 
 def test_the_tokenizer_of_a_folder_goes_along(tmp_path: Path) -> None:
-    from tests.test_models_families import FAMILIES
-
     kind, sizes = FAMILIES["gpt2"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, "gpt2", (kind, sizes | {"vocab_size": 300}))
