@@ -86,8 +86,10 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         cut_later = config.parallel.partition == "measured"  # by the ranks' times: the trainer makes the forecast then
         _train(config, data, [*prog.split(), *argv], None if cut_later else forecast)
         code = 0
-    except (CheckpointError, RunFolderError, BadStepsError, ReplicaError) as error:  # the same on every rank
+    except (CheckpointError, RunFolderError) as error:  # the same on every rank
         code = refuse(f"threed: {error}")
+    except (BadStepsError, ReplicaError) as error:  # these too
+        code = refuse(f"threed: {error}; {_how_to_go_on(config)}")
     except SwapError as error:  # this rank's drive alone, perhaps: it speaks for itself, and the others end with it
         print(f"threed: {error}", file=sys.stderr, flush=True)
         code = 2
