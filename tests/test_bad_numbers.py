@@ -277,6 +277,27 @@ def undisturbed(folder: Path) -> None:
     run(folder, open_text(folder), 2, **KEEPS)
 
 
+def from_before_a_nan(folder: Path) -> str:
+    """A run that ends at step 4 with a NaN, which its last checkpoint has: as if nobody had looked; then its resume."""
+    short = {**KEEPS, "train": {**KEEPS["train"], "stop_after": 4}}
+    with (
+        before_step(4, lambda engine: poison_weight(engine, 1)),
+        mock.patch("threed.checkpoint.finite.is_finite", return_value=True),
+    ):
+        run(folder, open_text(folder), 2, **short)
+    return run(folder, open_text(folder), 2, **short)
+
+
+def test_a_checkpoint_with_a_nan_is_passed_over_for_an_older_one(tmp_path: Path) -> None:
+    said = run_ranks(2, from_before_a_nan, tmp_path)[0]
+    skipped = next(line for line in said.splitlines() if line.startswith("skipped a checkpoint: "))
+    assert "step-4: weight of " in skipped
+    assert "not finite (NaN or infinite), so training cannot go on from it" in skipped
+    assert next(line for line in said.splitlines() if line.startswith("resumed ")).endswith("step-2")
+    assert kept(tmp_path) == ["step-2", "step-4"]
+    assert records.read(tmp_path / "run" / "metrics.jsonl")[-1]["train/skipped_steps"] == 0
+
+
 def bad_batches(folder: Path) -> str:
     """Steps 4 to 6 have a gradient that is not finite; a checkpoint is due after the 4th and the 6th."""
     with contextlib.ExitStack() as stack:

@@ -95,8 +95,10 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         cut_later = config.parallel.partition == "measured"  # by the ranks' times: the trainer makes the forecast then
         _train(config, data, [*prog.split(), *_words(argv, config, start)], None if cut_later else forecast)
         code = 0
-    except (CheckpointError, RunFolderError, BadStepsError, ReplicaError) as error:  # the same on every rank
+    except (CheckpointError, RunFolderError) as error:  # the same on every rank
         code = refuse(f"threed: {error}")
+    except (BadStepsError, ReplicaError) as error:  # these too
+        code = refuse(f"threed: {error}; {_how_to_go_on(config, start)}")
     except Preempted as reason:
         write_error_file(str(reason))
         _say(f"threed: {reason}; {_how_to_go_on(config, start)}")

@@ -39,8 +39,6 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read, with the file and what to do."""
 
 
-
-
 def stream_tensors(
     path: Path,
     about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
