@@ -53,7 +53,9 @@ def test_a_stream_that_is_not_what_was_announced_is_an_error(tmp_path: Path) -> 
 
 def test_a_checkpoint_that_would_not_fit_is_refused(tmp_path: Path) -> None:
     files.check_space(tmp_path, 1)
-    with pytest.raises(files.CheckpointError, match=r"needs 1,000,000\.0 GiB, .* are free at .*: free some space"):
+    with pytest.raises(
+        files.CheckpointError, match=r"needs 976\.6 TiB, [\d,.]+ [KMGT]iB are free at .*: free some space"
+    ):
         files.check_space(tmp_path, 10**6 * 2**30)
     if sys.platform == "linux":
         with pytest.raises(files.CheckpointError, match=r"/proc is on no disk: point --run\.dir elsewhere"):
@@ -192,3 +194,18 @@ def test_what_a_checkpoint_is_made_of_is_on_the_disk_before_its_name(tmp_path: P
         pytest.skip("no renameat2 here: a folder is replaced by two renames")
     assert second[6:] == [("sync", ".")]
     assert absent == []
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "said"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (5 << 20, "5.0 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (1 << 61, "2,048.0 PiB"),
+    ],
+)
+def test_bytes_are_said_in_the_unit_that_fits(nbytes: int, said: str) -> None:
+    assert files.in_units(nbytes) == said

@@ -90,14 +90,19 @@ def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
     return building
 
 
+def in_units(nbytes: int) -> str:
+    """Returns a number of bytes in the unit that fits: 812 bytes, 4.0 KiB, 37.2 MiB, 1.5 TiB."""
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, 5)
+    return f"{nbytes / 2 ** (10 * power):,.1f} {'KMGTP'[power - 1]}iB" if power else f"{nbytes} bytes"
+
+
 def check_space(folder: Path, needed: int) -> None:
     """Raises CheckpointError when the disk under `folder` has not `needed` bytes free."""
     disk = shutil.disk_usage(folder)
     if disk.total == 0:
         raise CheckpointError(f"{folder} is on no disk: point --run.dir elsewhere")
     if disk.free < needed:
-        want, free = (f"{n / 2**30:,.1f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB" for n in (needed, disk.free))
         raise CheckpointError(
-            f"disk full: a checkpoint needs {want}, {free} are free at {folder}:"
+            f"disk full: a checkpoint needs {in_units(needed)}, {in_units(disk.free)} are free at {folder}:"
             " free some space, lower --checkpoint.keep, or point --run.dir elsewhere"
         )
