@@ -78,6 +78,14 @@ def killed(at: str, rank: int, always: bool = False) -> Case:
     return Case(f"killed-{at}-{rank}", fault, says, code=0, saved=(12, 12), restarts=1, always=always)
 
 
+def beside_one_that_waits(do: str, says: str, always: bool = False) -> Case:
+    """A rank fails while the other one sits where it notices nothing, as in NCCL: torchrun's SIGTERM must end it."""
+    fault = f"rank=1 step=6 at=forward do={do};rank=0 step=6 at=step do=sleep"
+    return Case(
+        f"{do}-beside-sleep", fault, rf"rank 1 on \S+ \(stage 1, dp 0, tp 0\) {says}", rank_code=143, always=always
+    )
+
+
 def stopped(rank: int, always: bool = False) -> Case:
     says = rf"hang: no progress for .* rank {rank} on \S+ \(stage {rank // 2}, dp 0, tp {rank % 2}\) is stopped"
     flags = ("--run.hang-timeout", f"{HANG_S}s")
@@ -120,6 +128,8 @@ def disk(what: str, step: int, always: bool = False) -> Case:
 KILLED = [(at, rank) for at in ("forward", "collective", "update") for rank in (0, 1)]
 CASES = [
     *(killed(at, rank, (at, rank) == ("collective", 0)) for at, rank in KILLED),
+    beside_one_that_waits("SIGKILL", r"was killed: process \d+ has ended in step 6", always=True),
+    beside_one_that_waits("raise", "failed in step 6, phase step: RuntimeError: planted"),
     *(stopped(rank, rank == 0) for rank in range(4)),
     hangs("data", "sleep", r"waits for no other rank: step 6, phase data, in act at tests/faulty.py"),
     hangs("update", "spin", "does not answer"),
