@@ -4,7 +4,7 @@ FAULT="rank=1 step=6 at=forward do=SIGKILL" python -m torch.distributed.run … 
 
 Ranks are "1", "0,1" or "all"; `at` is a key of PLACES; `do` is the name of a signal, which the rank sends to itself,
 or to its launcher after "launcher-"; or a key of ACTIONS. It happens once, in the first attempt of a job; when is
-written into `fired-RANK`.
+written into `fired-RANK`. Several faults are parted by semicolons.
 """
 
 from __future__ import annotations
@@ -103,5 +103,6 @@ def plant_fault(fault: str) -> None:
 
 if __name__ == "__main__":
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and "FAULT" in os.environ:
-        plant_fault(os.environ["FAULT"])
+        for fault in os.environ["FAULT"].split(";"):
+            plant_fault(fault)
     sys.exit(launch.main(sys.argv[1:], arch="gpt", prog="pretrain/gpt.py"))

@@ -38,6 +38,8 @@ FLAGS = [
     "--checkpoint.export-hf", "false", "--train.sample-tokens", "2", "--train.steps", str(STEPS),
 ]  # fmt: skip
 TWO, FOUR = ("--parallel.pp", "2"), ("--parallel.pp", "2", "--parallel.tp", "2")
+ASYNCHRONOUS = (*TWO, "--parallel.schedule", "2bw")
+SLICED = ("--parallel.tp", "2", "--parallel.dp", "2", "--zero.stage", "3")
 HANG_S = 6
 PREEMPTED = (
     r"preempted by {} after step \d+, which is saved; the same command resumes from runs/tiny/checkpoints/step-\d+"
@@ -58,14 +60,16 @@ class Case:
     code: int = 1
     saved: tuple[int, int] = (4, 4)
     restarts: int = 0
-    flags: tuple[str, ...] = TWO
+    topology: tuple[str, ...] = TWO
+    flags: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
     rank_code: int | None = None
     preempted: bool = False
     always: bool = False
 
     @property
     def world(self) -> int:
-        return 4 if self.flags[:4] == FOUR else 2
+        return 4 if self.topology in (FOUR, SLICED) else 2
 
 
 def killed(at: str, rank: int, always: bool = False) -> Case:
@@ -74,28 +78,35 @@ def killed(at: str, rank: int, always: bool = False) -> Case:
     return Case(f"killed-{at}-{rank}", fault, says, code=0, saved=(12, 12), restarts=1, always=always)
 
 
+def beside_one_that_waits(do: str, says: str, always: bool = False) -> Case:
+    """A rank fails while the other one sits where it notices nothing, as in NCCL: torchrun's SIGTERM must end it."""
+    fault = f"rank=1 step=6 at=forward do={do};rank=0 step=6 at=step do=sleep"
+    return Case(
+        f"{do}-beside-sleep", fault, rf"rank 1 on \S+ \(stage 1, dp 0, tp 0\) {says}", rank_code=143, always=always
+    )
+
+
 def stopped(rank: int, always: bool = False) -> Case:
     says = rf"hang: no progress for .* rank {rank} on \S+ \(stage {rank // 2}, dp 0, tp {rank % 2}\) is stopped"
-    flags = (*FOUR, "--run.hang-timeout", f"{HANG_S}s")
+    flags = ("--run.hang-timeout", f"{HANG_S}s")
     fault = f"rank={rank} step=6 at=forward do=SIGSTOP"
-    return Case(f"stopped-{rank}", fault, says, 0, (12, 12), restarts=1, flags=flags, always=always)
+    return Case(f"stopped-{rank}", fault, says, 0, (12, 12), 1, FOUR, flags, always=always)
 
 
 def hangs(at: str, do: str, says: str) -> Case:
     text = rf"hang: no progress for .* rank 1 on \S+ \(stage 1, dp 0, tp 0\) {says}"
-    flags = (*TWO, "--run.hang-timeout", f"{HANG_S}s")
-    return Case(f"{do}-{at}", f"rank=1 step=6 at={at} do={do}", text, 0, (12, 12), 1, flags)
+    flags = ("--run.hang-timeout", f"{HANG_S}s")
+    return Case(f"{do}-{at}", f"rank=1 step=6 at={at} do={do}", text, 0, (12, 12), 1, TWO, flags)
 
 
-def asked(do: str, rank: int, at: str = "forward", step: int = 6, always: bool = False, flags: Any = TWO) -> Case:
+def asked(do: str, rank: int, at: str = "forward", step: int = 6, **more: Any) -> Case:
     """A signal that preempts; of the ranks that torchrun hands it to, one may have met the others first."""
     name = do.removeprefix("launcher-")
     who = rf"{name}( \(rank \d\))?" if do != name else rf"{name} \(rank {rank}\)"
     fault = f"rank={rank} step={step} at={at} do={do}"
-    return Case(
-        f"{do}-{at}-{rank}", fault, PREEMPTED.format(who), saved=(step, step + 2), flags=flags, rank_code=75,
-        preempted=True, always=always,
-    )  # fmt: skip
+    suffix = "".join(f"-{word}" for word in more.get("topology", TWO)[-1:] if word != "2")
+    about = {"saved": (step, step + 2), "rank_code": 75, "preempted": True, **more}
+    return Case(f"{do}-{at}-{rank}{suffix}", fault, PREEMPTED.format(who), **about)
 
 
 def planted(at: str, rank: int, always: bool = False) -> Case:
@@ -117,22 +128,26 @@ def disk(what: str, step: int, always: bool = False) -> Case:
 KILLED = [(at, rank) for at in ("forward", "collective", "update") for rank in (0, 1)]
 CASES = [
     *(killed(at, rank, (at, rank) == ("collective", 0)) for at, rank in KILLED),
+    beside_one_that_waits("SIGKILL", r"was killed: process \d+ has ended in step 6", always=True),
+    beside_one_that_waits("raise", "failed in step 6, phase step: RuntimeError: planted"),
     *(stopped(rank, rank == 0) for rank in range(4)),
     hangs("data", "sleep", r"waits for no other rank: step 6, phase data, in act at tests/faulty.py"),
     hangs("update", "spin", "does not answer"),
     asked("launcher-SIGTERM", 0, always=True),
     asked("launcher-SIGHUP", 0),
-    asked("launcher-SIGUSR1", 1, flags=(*TWO, "torchrun", "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1")),
+    asked("launcher-SIGUSR1", 1, launcher=("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1")),
     asked("SIGTERM", 0),
     asked("SIGUSR1", 1, always=True),
     asked("SIGHUP", 1),
+    asked("SIGUSR1", 1, topology=ASYNCHRONOUS),
+    asked("SIGUSR1", 3, topology=SLICED),
     asked("launcher-SIGTERM", 0, at="evaluate"),
     asked("SIGUSR1", 1, at="evaluate"),
     asked("SIGUSR1", 0, at="save", step=4),
     asked("launcher-SIGTERM", 1, at="save", step=8),
     Case(
         "time-limit", "rank=all step=1 at=step do=slow", PREEMPTED.format("train.time-limit 10 s"), saved=(0, 11),
-        flags=(*TWO, "--train.time-limit", "0:00:10"), rank_code=75, preempted=True, always=True,
+        flags=("--train.time-limit", "0:00:10"), rank_code=75, preempted=True, always=True,
     ),
     Case(
         "SIGTERM-twice", "rank=all step=6 at=forward do=SIGTERM-twice", "exitcode  : 143", rank_code=143,
@@ -161,12 +176,8 @@ def prepare(folder: Path) -> Path:
 
 def launched(case: Case, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a case by torchrun, as a user does."""
-    flags, more = list(case.flags), []
-    if "torchrun" in flags:
-        at = flags.index("torchrun")
-        flags, more = flags[:at], flags[at + 1 :]
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.world)]
-    line += ["--max-restarts", str(case.restarts), *more, SCRIPT, *FLAGS, *flags]
+    line += ["--max-restarts", str(case.restarts), *case.launcher, SCRIPT, *FLAGS, *case.topology, *case.flags]
     return subprocess.run(
         line, cwd=folder, env=environment(folder, case.fault), capture_output=True, text=True, timeout=300
     )
@@ -183,12 +194,11 @@ def truth() -> dict[tuple[str, ...], list[tuple[int, float]]]:
 
 
 def uninterrupted(truth: dict[Any, Any], case: Case, folder: Path) -> list[tuple[int, float]]:
-    topology = FOUR if case.world == 4 else TWO
-    if topology not in truth:
-        done = run_script(case.world, [SCRIPT, *FLAGS, *topology], prepare(folder), environment(folder))
+    if case.topology not in truth:
+        done = run_script(case.world, [SCRIPT, *FLAGS, *case.topology], prepare(folder), environment(folder))
         assert done.returncode == 0, done.stdout + done.stderr
-        truth[topology] = losses(folder)
-    return truth[topology]  # type: ignore[no-any-return]
+        truth[case.topology] = losses(folder)
+    return truth[case.topology]  # type: ignore[no-any-return]
 
 
 def saved(folder: Path) -> list[int]:
@@ -243,8 +253,7 @@ def run(case: Case, folder: Path, truth: dict[Any, Any]) -> dict[str, Any]:
     steps = saved(folder / "run")
     if losses(folder / "run") != expected:
         assert not case.restarts
-        words = [SCRIPT, *FLAGS, *(FOUR if case.world == 4 else TWO)]
-        again = run_script(case.world, words, folder / "run", environment(folder))
+        again = run_script(case.world, [SCRIPT, *FLAGS, *case.topology], folder / "run", environment(folder))
         assert again.returncode == 0, again.stdout + again.stderr
     assert losses(folder / "run") == expected  # exactly
     assert not (folder / "run" / "runs" / "tiny" / "preempted.json").exists()

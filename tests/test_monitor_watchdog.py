@@ -60,6 +60,27 @@ def test_long_lists_are_cut() -> None:
     assert len(said) < 600
 
 
+@pytest.mark.parametrize(("silent", "reads"), [((), 63), ((5,), 62), ((0, 1, 2), 61 * 3 + 60)])
+def test_one_rank_reports_and_the_others_read_little(
+    silent: tuple[int, ...], reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of 64 ranks but those that are silent ask whether to report."""
+    hearts = {rank: Heartbeat(tmp_path, rank) for rank in range(64)}
+    for rank in hearts.keys() - set(silent):
+        hearts[rank].mark("hung", WAITS)
+    seen, read = [0], heartbeat._read
+
+    def counted(path: Path) -> object:
+        seen[0] += 1
+        return read(path)
+
+    monkeypatch.setattr(heartbeat, "_read", counted)
+    asked = [rank for rank in hearts if rank not in silent]
+    lowest = [rank for rank in asked if Watchdog(hearts[rank], 64, 0, "t")._is_lowest()]
+    assert lowest == [min(asked)]
+    assert seen[0] == reads
+
+
 def wait_in_a_collective(folder: str) -> list[str]:
     """Rank 1 comes late: meanwhile another thread of rank 0 looks where that is."""
     axis, said = Topology(tp=2).axis("tp"), []
