@@ -169,9 +169,8 @@ def test_an_interrupted_run_says_in_one_line_how_it_goes_on(folder: Path) -> Non
 
 def test_how_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     def said(resume: str) -> str:
-        return launch._how_to_go_on(
-            Config.model_validate({"run": {"dir": str(tmp_path)}, "checkpoint": {"resume": resume}})
-        )
+        config = Config.model_validate({"run": {"dir": str(tmp_path)}, "checkpoint": {"resume": resume}})
+        return launch._how_to_go_on(config, None)
 
     assert said("auto") == "nothing was saved yet"
     newest = tmp_path / "checkpoints" / "step-10"
