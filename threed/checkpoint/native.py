@@ -71,7 +71,7 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     optimizer.mend()
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
-    _tell(topology.rank, reader, here, fresh)
+    _tell(topology.rank, reader, here, fresh if state["updates"] else set())  # moments of a start are zero
     same = manifest["topology"] == topology.sizes
     seed = f"{config.train.seed}/{state['steps']}"
     extras.restore_generators(reader.generators(topology.rank) if same else {}, same, seed)
