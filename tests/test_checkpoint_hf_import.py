@@ -166,7 +166,7 @@ def convert_in_little_memory(folder: Path) -> None:
     convert(folder / "theirs", folder / "warm-up", tokenizer="none")
     convert(folder / "warm-up", folder / "warm-up-too")
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    files = 2 * sum(file.stat().st_size for file in (folder / "theirs").glob("*.safetensors"))  # mapped, as data
+    files = sum(file.stat().st_size for file in (folder / "theirs").glob("*.safetensors"))  # mapped, as data
     resource.setrlimit(resource.RLIMIT_DATA, (int(status["VmData"].split()[0]) * 1024 + files + 2**24,) * 2)
     convert(folder / "theirs", folder / "native", tokenizer="none")
     convert(folder / "native", folder / "back")

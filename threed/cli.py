@@ -168,9 +168,12 @@ def _tokenize(a: argparse.Namespace) -> None:
 
 
 def _convert(a: argparse.Namespace) -> None:
-    from threed.checkpoint.convert import convert
+    from threed.checkpoint.convert import convert, kind_of
 
-    print(convert(a.src, a.dst, tokenizer=a.tokenizer, dtype=a.dtype, to=a.to))
+    out = convert(a.src, a.dst, tokenizer=a.tokenizer, dtype=a.dtype, to=a.to)
+    print(
+        out if kind_of(out) == "hf" else f"{out}\nweights alone: a run begins from them at step 0, with moments of zero"
+    )
 
 
 def _inspect(a: argparse.Namespace) -> None:
