@@ -30,6 +30,7 @@ from threed.checkpoint.convert import convert
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf_folder import HFFolder
 from threed.checkpoint.hf_import import import_hf
+from threed.cli import main
 from threed.config import Config
 from threed.data.tokenizer import ByteTokenizer
 from threed.resolution import resolve
@@ -166,7 +167,7 @@ def convert_in_little_memory(folder: Path) -> None:
     convert(folder / "theirs", folder / "warm-up", tokenizer="none")
     convert(folder / "warm-up", folder / "warm-up-too")
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    files = 2 * sum(file.stat().st_size for file in (folder / "theirs").glob("*.safetensors"))  # mapped, as data
+    files = sum(file.stat().st_size for file in (folder / "theirs").glob("*.safetensors"))  # mapped, as data
     resource.setrlimit(resource.RLIMIT_DATA, (int(status["VmData"].split()[0]) * 1024 + files + 2**24,) * 2)
     convert(folder / "theirs", folder / "native", tokenizer="none")
     convert(folder / "native", folder / "back")
@@ -256,6 +257,19 @@ def test_other_spellings_of_names_are_the_same_model(spelling: str, folders: Pat
     convert(source, tmp_path / "native")
     assert_same(convert(tmp_path / "native", tmp_path / "out"), folders / name)
     assert_same(convert(source, tmp_path / "again", to="hf"), folders / name)
+
+
+def test_inspect_shows_a_folder_or_what_is_wrong_with_it(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(folders / "qwen3")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[1].startswith("model qwen3, ")
+    assert said[1].endswith(" parameters, float32")
+    assert len(said) == 2 + len(HFFolder(folders / "qwen3").shapes)
+    source = change(folders / "qwen3", tmp_path / "theirs", drop("model.norm.weight"))
+    assert main(["inspect", str(source)]) == 2
+    assert "model.norm.weight is missing" in capsys.readouterr().err
 
 
 def test_a_cache_of_downloads_is_made_of_links(folders: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ threed schedule 1f1b --stages 4 --microbatches 8 [--svg FILE] [--csv FILE] [--js
 threed plan --world-size 8 --preset small --parallel.tp 2      what a run would take; flags as for training
 threed tokenize SRC DST [--tokenizer bytes]                    text -> Megatron .bin/.idx
 threed convert SRC DST [--dtype bf16]                          native checkpoint -> Hugging Face folder, and back
-threed inspect [CHECKPOINT]                                    versions and devices; or a checkpoint, verified
+threed inspect [CHECKPOINT]                                    versions, devices; or a checkpoint or HF folder, verified
 threed report RUN                                              draws a run's figures again
 threed verify FILE.py:NAME [--topologies tp2,pp2] [--json]     is a model of one's own the same in every topology?
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import sys
 import tempfile
@@ -168,9 +169,12 @@ def _tokenize(a: argparse.Namespace) -> None:
 
 
 def _convert(a: argparse.Namespace) -> None:
-    from threed.checkpoint.convert import convert
+    from threed.checkpoint.convert import convert, kind_of
 
-    print(convert(a.src, a.dst, tokenizer=a.tokenizer, dtype=a.dtype, to=a.to))
+    out = convert(a.src, a.dst, tokenizer=a.tokenizer, dtype=a.dtype, to=a.to)
+    print(
+        out if kind_of(out) == "hf" else f"{out}\nweights alone: a run begins from them at step 0, with moments of zero"
+    )
 
 
 def _inspect(a: argparse.Namespace) -> None:
@@ -222,8 +226,11 @@ def _drive_facts(folder: str, nbytes: int = 2**28) -> str:
 def _checkpoint_facts(path: Path) -> str:
     from threed.checkpoint import native
     from threed.checkpoint.files import CheckpointError
+    from threed.checkpoint.hf_folder import is_hf_folder
     from threed.checkpoint.reading import Reader
 
+    if is_hf_folder(path):
+        return _folder_facts(path)
     manifest = native.read_manifest(path)
     damaged = native.verify(path, manifest, thorough=True)
     if damaged:
@@ -237,6 +244,25 @@ def _checkpoint_facts(path: Path) -> str:
         f"model {model['arch']}, saved on {manifest['topology']}",
         *(f"{name:<44} {list(shape)}" for name, shape in sorted(reader.shapes.items())),
         *(f"{name:<44} {list(shape)} buffer, {dtype}" for name, (_, dtype, shape) in sorted(reader.buffers.items())),
+    ]
+    return "\n".join(lines)
+
+
+def _folder_facts(path: Path) -> str:
+    """What is in a Hugging Face folder, which has no hashes."""
+    from threed.checkpoint.files import CheckpointError
+    from threed.checkpoint.hf_folder import HFFolder
+
+    folder = HFFolder(path)
+    if problems := list(folder.problems()):
+        raise CheckpointError("\n".join(problems))
+    names = sorted(folder.shapes)
+    count = sum(math.prod(shape) for shape in folder.shapes.values())
+    formats = ", ".join(sorted({str(folder.dtype(name)).removeprefix("torch.") for name in names}))
+    lines = [
+        f"{path}: a Hugging Face folder whose tensors are those of its configuration; it has no hashes",
+        f"model {folder.model.arch}, {count:,} parameters, {formats}",
+        *(f"{name:<44} {list(folder.shapes[name])}" for name in names),
     ]
     return "\n".join(lines)
 

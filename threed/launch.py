@@ -9,6 +9,7 @@ program with exit code 2.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -109,7 +110,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         print(f"threed: {error}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_how_to_go_on(config, start)) from None
+        raise KeyboardInterrupt(_how_to_go_on(config, _words(argv, config, start) if start else None)) from None
     collectives.leave(code)
     return code
 
@@ -134,16 +135,19 @@ def _train(config: Config, data: Data, words: list[str], forecast: Forecast | No
 
 def _words(argv: list[str], config: Config, start: Pretrained | None) -> list[str]:
     """The flags that go on with a run; of one that began from a folder, which said what its model is, all its keys."""
-    return argv if start is None else ["--config", str(Path(config.run.dir or "runs") / "config.toml")]
+    if start is None:
+        return argv
+    arch = ["--model.arch", config.model.arch] if any(word.split("=")[0] == "--model.arch" for word in argv) else []
+    return ["--config", str(Path(config.run.dir or "runs") / "config.toml"), *arch]
 
 
-def _how_to_go_on(config: Config, start: Pretrained | None) -> str:
+def _how_to_go_on(config: Config, words: list[str] | None) -> str:
     newest = next(candidates(Path(config.run.dir or "runs"), "auto"), None)
     if newest is None:
         return "nothing was saved yet"
     more = resuming_flags(config)
-    if start is not None:
-        return f"{' '.join([*_words([], config, start), *more])} resumes from {newest}"
+    if words is not None:  # not those of the command: what the model is, its folder said
+        return f"{shlex.join([*words, *more])} resumes from {newest}"
     return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"
 
 

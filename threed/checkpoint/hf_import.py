@@ -16,7 +16,7 @@ from torch import Tensor
 from threed import collectives
 from threed.checkpoint import fit
 from threed.checkpoint.extras import Extras
-from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.hf import dtype_of, narrowed
 from threed.checkpoint.hf_folder import HFFolder, slabs
 from threed.checkpoint.weights_only import FILE_BYTES, write_weights
@@ -89,6 +89,8 @@ def _opened(path: Path, config: Config, everyone: Axis) -> tuple[HFFolder | None
         return folder, problems
     except CheckpointError as error:
         return None, [str(error)]
+    except Exception as error:  # so that every rank refuses
+        return None, [f"{path} cannot be read: {type(error).__name__}: {plain(error)}"]
 
 
 def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> list[str]:

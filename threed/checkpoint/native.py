@@ -128,8 +128,8 @@ def _tell(rank: int, reader: Reader, here: fit.Expected, fresh: set[str]) -> Non
     """Warns of what was not restored."""
     left = {name for name, parts in reader.parts.items() if parts - {PREVIOUS} > {WEIGHT}} - here.trained
     kept = {name for name, shape in here.buffers.items() if shape is not None} - set(reader.buffers)
-    some = fresh if fresh < here.trained else set()
-    fit.tell(rank, "the checkpoint has no moments of {}, which were frozen: they begin at zero", some)
+    some = "of {}, which were frozen" if fresh < here.trained else "at all, only weights"
+    fit.tell(rank, f"the checkpoint has no moments {some}: they begin at zero", fresh)
     fit.tell(rank, "moments of {} are left out: they are not trained any more", left)
     fit.tell(rank, "the checkpoint is of a version without buffers: {} keep the values they have", kept)
 
