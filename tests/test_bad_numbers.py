@@ -18,6 +18,7 @@ from tests.accelerator.pretend import pretending
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
 from tests.runs import open_text, run
+from tests.test_optimistic import engine_that_draws
 from tests.test_step import POISONS, data, same, state, with_
 from threed import collectives
 from threed.arguments import load
@@ -608,7 +609,9 @@ def rechecked(erring: tuple[Case, bool, int, bool, str]) -> list[str]:
     config = config_of(case)
     if optimistic:
         config = with_(config, parallel={"optimistic_step": True})
-    undisturbed, engine, lines = engine_of(config), engine_of(config), list[str]()
+    scale = LossScale(initial=4.0, minimum=4.0, window=3) if case.dtype == "fp16" else None
+    undisturbed, engine = engine_of(config, loss_scale=scale), engine_of(config, loss_scale=scale)
+    lines = list[str]()
     recheck, bent = Recheck(engine, lines.append), Bent(engine, rank, backward)
     for step in range(4):
         undisturbed.step(data(undisturbed, step))
@@ -618,11 +621,13 @@ def rechecked(erring: tuple[Case, bool, int, bool, str]) -> list[str]:
             return [f"{erring}: {metrics.step} {metrics.skipped} {metrics.bad_steps}"]
     said = "; ".join(lines).replace(f"({socket.gethostname()})", "(H)")
     wrong = [] if said == says else [f"{erring}: {said}"]
-    if not same(bits(engine), bits(undisturbed)) or engine.consumed != undisturbed.consumed:
-        wrong.append(f"{erring}: other weights")
+    states = [repr((e.optimizer.scaler.state(), e.consumed, float(e.optimizer.skips))) for e in (engine, undisturbed)]
+    if not same(bits(engine), bits(undisturbed)) or states[0] != states[1]:
+        wrong.append(f"{erring}: other weights, or {states}")
     return wrong
 
 
+BOTH = "one of the ranks 0 (H), 1 (H)"
 TWICE, USED = "step 3 was computed twice, with different results: ", " erred; the second one was used"
 ERRING: dict[int, list[tuple[Case, bool, int, bool, str]]] = {
     2: [
@@ -632,7 +637,11 @@ ERRING: dict[int, list[tuple[Case, bool, int, bool, str]]] = {
         (Case(pp=2, layers=2, dtype="bf16"), False, 0, False, f"{TWICE}rank 0 (H){USED}"),
         (Case(pp=2, layers=2, schedule="split-1f1b"), True, 1, False, f"{TWICE}rank 1 (H){USED}"),
         (Case(pp=2, layers=2, recompute="full"), True, 1, True, f"{TWICE}rank 1 (H){USED}"),
-        (Case(tp=2, layers=2, sequence=True), False, 0, False, f"{TWICE}one of the ranks 0 (H), 1 (H){USED}"),
+        (Case(dp=2, layers=2, dtype="fp16"), False, 1, False, f"{TWICE}rank 1 (H){USED}"),
+        (Case(pp=2, layers=4, schedule="zb-v"), False, 0, False, TWICE + BOTH + USED),
+        (Case(pp=2, layers=4, schedule="dualpipe", microbatches=4), False, 0, False, TWICE + BOTH + USED),
+        (Case(dp=2, layers=2, zero=3, order="layer"), False, 0, False, f"{TWICE}rank 0 (H){USED}"),
+        (Case(tp=2, layers=2, sequence=True), False, 0, False, TWICE + BOTH + USED),
     ],
     4: [
         (Case(pp=2, dp=2, layers=2, zero=2, dropout=0.1), False, 1, False, f"{TWICE}rank 1 (H){USED}"),
@@ -650,6 +659,26 @@ def test_a_rank_that_errs_once_is_named_and_its_step_done_again(world: int) -> N
     """The weights are those of a run in which it did not, bit for bit."""
     for wrong in run_ranks(world, recheck_all, world):
         assert not wrong, "\n".join(wrong)
+
+
+def drawn_and_counted(case: Case) -> bool:
+    """Whether a step that is computed twice draws and counts once: losses, buffers and torch's generator."""
+    found = []
+    for disturbed in (False, True):
+        engine = engine_that_draws(config_of(case))
+        torch.manual_seed(engine.topology.rank)
+        recheck, bent = Recheck(engine, lambda line: None), Bent(engine, 1, False, layer=1)
+        losses = []
+        for step in range(4):
+            bent.on = disturbed and step == 2
+            losses.append(recheck.step(data(engine, step)).loss)
+        buffers = [b.tolist() for layer in engine.executor.stages[0].layers for b in layer.buffers()]
+        found.append(repr((losses, buffers, torch.get_rng_state().tolist())))
+    return found[0] == found[1]
+
+
+def test_buffers_and_generators_are_as_if_a_step_had_run_once() -> None:
+    assert all(run_ranks(2, drawn_and_counted, Case(pp=2, layers=2)))
 
 
 def bad_data(case: Case) -> list[str]:
