@@ -72,10 +72,12 @@ class Case:
         return 4 if self.topology in (FOUR, SLICED) else 2
 
 
-def killed(at: str, rank: int, always: bool = False) -> Case:
+def killed(at: str, rank: int, restarts: int = 1, always: bool = False) -> Case:
     says = rf"rank {rank} on \S+ \(stage {rank}, dp 0, tp 0\) was killed: process \d+ has ended in step 6, phase step"
-    fault = f"rank={rank} step=6 at={at} do=SIGKILL"
-    return Case(f"killed-{at}-{rank}", fault, says, code=0, saved=(12, 12), restarts=1, always=always)
+    name, fault = f"killed-{at}-{rank}" + "-for-good" * (not restarts), f"rank={rank} step=6 at={at} do=SIGKILL"
+    if restarts:
+        return Case(name, fault, says, 0, (12, 12), restarts)
+    return Case(name, fault, says, always=always)
 
 
 def beside_one_that_waits(do: str, says: str, always: bool = False) -> Case:
@@ -86,11 +88,12 @@ def beside_one_that_waits(do: str, says: str, always: bool = False) -> Case:
     )
 
 
-def stopped(rank: int, always: bool = False) -> Case:
-    says = rf"hang: no progress for .* rank {rank} on \S+ \(stage {rank // 2}, dp 0, tp {rank % 2}\) is stopped"
+def stopped(rank: int, topology: tuple[str, ...] = FOUR, always: bool = False) -> Case:
+    stage, tp = (rank // 2, rank % 2) if topology == FOUR else (rank, 0)
+    says = rf"hang: no progress for .* rank {rank} on \S+ \(stage {stage}, dp 0, tp {tp}\) is stopped"
     flags = ("--run.hang-timeout", f"{HANG_S}s")
-    fault = f"rank={rank} step=6 at=forward do=SIGSTOP"
-    return Case(f"stopped-{rank}", fault, says, 0, (12, 12), 1, FOUR, flags, always=always)
+    name, fault = f"stopped-{rank}" + "-of-2" * (topology == TWO), f"rank={rank} step=6 at=forward do=SIGSTOP"
+    return Case(name, fault, says, 0, (12, 12), 1, topology, flags, always=always)
 
 
 def hangs(at: str, do: str, says: str) -> Case:
@@ -127,10 +130,12 @@ def disk(what: str, step: int, always: bool = False) -> Case:
 
 KILLED = [(at, rank) for at in ("forward", "collective", "update") for rank in (0, 1)]
 CASES = [
-    *(killed(at, rank, (at, rank) == ("collective", 0)) for at, rank in KILLED),
+    *(killed(at, rank) for at, rank in KILLED),
+    killed("collective", 0, restarts=0, always=True),
     beside_one_that_waits("SIGKILL", r"was killed: process \d+ has ended in step 6", always=True),
     beside_one_that_waits("raise", "failed in step 6, phase step: RuntimeError: planted"),
-    *(stopped(rank, rank == 0) for rank in range(4)),
+    *(stopped(rank) for rank in range(4)),
+    stopped(0, TWO, always=True),
     hangs("data", "sleep", r"waits for no other rank: step 6, phase data, in act at tests/faulty.py"),
     hangs("update", "spin", "does not answer"),
     asked("launcher-SIGTERM", 0, always=True),
