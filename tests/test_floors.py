@@ -55,6 +55,7 @@ FLOORS = {
     "threed.deepspeed": 6,
     "threed.forecast": 6,
     "threed.sampling": 6,
+    "threed.saves": 6,
     "threed.final_report": 6,
     "threed.testing": 6,
     "threed.trainer": 6,

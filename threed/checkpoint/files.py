@@ -1,7 +1,7 @@
 """Files of tensors: written as a stream with their hash, durable; a partial file is always detected.
 
 The format is safetensors (an 8-byte length, a JSON header, the bytes), written here rather than by the library so that
-the hash is computed meanwhile, one tensor is in memory at a time, and a full disk is an error at once.
+the hash is computed meanwhile (`sink`), one tensor is in memory at a time, and a full disk is an error at once.
 Read with the library.
 """
 
@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from threed.atomic import building_place, sync
+from threed.atomic import building_place
+from threed.checkpoint.sink import Sink
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
@@ -39,23 +40,23 @@ def stream_tensors(
     about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     tensors: Iterable[Tensor],
     metadata: Mapping[str, str] | None = None,
+    limit: float | None = None,
 ) -> str:
     """Writes a safetensors file, flushed to the disk, from tensors that come one by one; returns its sha256 in hex.
 
-    about: dtype and shape of each, by name. OSError when it cannot be written, ValueError for other tensors than those.
+    about: dtype and shape of each, by name. limit: bytes written in a second, at most. OSError when it cannot be
+    written, ValueError for other tensors than those.
     """
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
+    nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in about.values())
+    with Sink(path, nbytes, limit) as sink:
         for part in _parts(about, tensors, metadata or {}):
-            digest.update(part)
-            file.write(part)
-    sync(path)
-    return digest.hexdigest()
+            sink.write(part)
+    return sink.digest
 
 
 def _parts(
     about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor], metadata: Mapping[str, str]
-) -> Iterator[bytes | memoryview]:
+) -> Iterator[bytes | Tensor]:
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, (dtype, shape) in about.items():
@@ -67,7 +68,7 @@ def _parts(
     for (name, wanted), tensor in zip(about.items(), tensors, strict=True):
         if (tensor.dtype, tuple(tensor.shape)) != wanted:
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {wanted}")
-        yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def sha256(path: Path) -> str:

@@ -13,12 +13,14 @@ in a thread of its own while training goes on. `save` is the four in a row.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -62,8 +64,8 @@ def prepare(
     said, values = extras.entries()
     beside = {key: value.to("cpu", copy=True) for key, value in values.items()}  # the next step may change them
     nbytes = sum(record.nbytes for record in mine) + sum(tensor.nbytes for tensor in beside.values())
-    needed = sum(collectives.exchange(nbytes, everyone))
-    problem, token = _begin(path, needed) if everyone.index == 0 else (None, "")
+    sizes = collectives.exchange(nbytes, everyone)
+    problem, token = _begin(path, sum(sizes)) if everyone.index == 0 else (None, "")
     problem, token = collectives.exchange([problem, token], everyone)[0]
     counters = {"updates": float(optimizer.updates), "skips": float(optimizer.skips), **optimizer.scaler.state()}
     head = {
@@ -73,7 +75,8 @@ def prepare(
         "topology": topology.sizes,
         "state": {**state, **counters},
     }
-    saving = Saving(path, everyone, token, mine, said, beside, head, problem)
+    limit = _share(config.checkpoint.write_limit_mib, sizes, everyone.index)
+    saving = Saving(path, everyone, token, mine, said, beside, head, problem, limit)
     saving.agree()
     return saving
 
@@ -84,6 +87,13 @@ def _begin(path: Path, needed: int) -> tuple[str | None, str]:
     except (OSError, CheckpointError) as error:
         return str(error), ""
     return None, secrets.token_hex(8)
+
+
+def _share(limit_mib: float | None, sizes: Sequence[int], rank: int) -> float | None:
+    """Returns a rank's share of the bytes that its node may write in a second: so much that all of it end together."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", len(sizes)))
+    node = sum(sizes[rank // here * here :][:here])
+    return None if limit_mib is None or not sizes[rank] else limit_mib * 2**20 * sizes[rank] / node
 
 
 @dataclass(eq=False)
@@ -102,6 +112,8 @@ class Saving:
     beside: dict[str, Tensor]
     head: dict[str, Any]
     problem: str | None = None
+    limit: float | None = None  # bytes that this rank writes in a second, at most
+    given_up: threading.Event = field(default_factory=threading.Event)  # set: do not wait for others any more
 
     @property
     def building(self) -> Path:
@@ -136,7 +148,7 @@ class Saving:
         about |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in self.beside.items()}
         if not about:
             return {}
-        digest = stream_tensors(self.file, about, chain(values, self.beside.values()))
+        digest = stream_tensors(self.file, about, chain(values, self.beside.values()), limit=self.limit)
         boxes = [[r.part, r.piece.name, r.piece.shape, r.box.start, r.box.size] for r in self.records]
         size = self.file.stat().st_size
         return {"file": self.file.name, "sha256": digest, "size": size, "boxes": boxes, **self.said}
@@ -161,7 +173,7 @@ class Saving:
     def commit(self, patience: float = PATIENCE_S) -> str | None:
         """Publishes the folder once every rank has written its part, if this is the first rank; returns what went
         wrong. No collective. patience: seconds to wait for the others."""
-        if self.everyone.index == 0 and self.problem is None:
+        if self.everyone.index == 0:
             try:
                 entries = self._entries(time.monotonic() + patience)
                 self._publish([entry for entry in entries if entry])
@@ -183,9 +195,12 @@ class Saving:
         """Returns the entries of all ranks; CheckpointError with what they could not do, or if one does not come."""
         found: list[dict[str, Any]] = []
         for rank in range(self.everyone.size):
+            if rank == self.everyone.index and self.problem is not None:  # others may still write into the folder
+                found.append({"error": self.problem})
+                continue
             file = self._entry_file(rank)
             while not file.exists():
-                if time.monotonic() > end:
+                if time.monotonic() > end or self.given_up.is_set():
                     raise CheckpointError(f"rank {rank} has not written its part of {self.path} in time")
                 time.sleep(POLL_S)
             found.append(json.loads(file.read_text()))
