@@ -157,7 +157,7 @@ class Snapshot:
     """
 
     def __init__(self, wanted: Sequence[Record], optimizer: Optimizer, room: Room) -> None:
-        self._room, self._policy = room, optimizer.layout.policy
+        self._room, self._policy, self._device = room, optimizer.layout.policy, optimizer.updates.device
         self.waited_s = 0.0
         self._changed = threading.Condition()
         self._over = False
@@ -191,7 +191,7 @@ class Snapshot:
             if (next_one := self._claim_for(item)) is not None:
                 self._copy(next_one)
         if (copied := item.copied) is not None:
-            current_stream(copied.device).wait_event(copied)
+            current_stream(self._device).wait_event(copied)
         self.waited_s += time.perf_counter() - began
 
     def release_all(self) -> None:
