@@ -22,6 +22,7 @@ from tests.harness import run_ranks
 from threed import atomic
 from threed.atomic import publish
 from threed.checkpoint import files, native
+from threed.checkpoint.checksum import Hashes, checksum, tree_hash
 from threed.checkpoint.files import sha256, stream_tensors
 from threed.sharding import Piece, boxes, intersect
 
@@ -31,8 +32,9 @@ def test_files_of_tensors_are_safetensors(tmp_path: Path) -> None:
     tensors = {str(dtype): (torch.randn(5, 3) * 10).to(dtype).t() for dtype in dtypes}
     tensors |= {"none": torch.empty(0, 4), "one": torch.tensor(2.5), "ünï": torch.ones(1)}
     about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    digest = stream_tensors(tmp_path / "f", about, tensors.values(), {"a": "b"})
-    assert digest == sha256(tmp_path / "f") == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
+    hashes = stream_tensors(tmp_path / "f", about, tensors.values(), {"a": "b"})
+    assert hashes == Hashes(tree_hash(tmp_path / "f"), checksum(tmp_path / "f"))
+    assert hashes.tree == hashlib.sha256(bytes.fromhex(sha256(tmp_path / "f"))).hexdigest()
     header = int.from_bytes((tmp_path / "f").read_bytes()[:8], "little")
     assert header % 8 == 0  # so that readers may map the tensors: the format asks for it
     with safe_open(tmp_path / "f", framework="pt") as file:

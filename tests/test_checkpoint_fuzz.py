@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import io
 import json
 import random
@@ -24,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import state_of
+from tests.checkpoints import hashes_of, state_of
 from tests.configs import Case, engine_of
 from tests.harness import run_ranks
 from tests.test_checkpoint_hf import config_of as hf_config
@@ -109,7 +108,7 @@ def forge_header(draw: random.Random, path: Path) -> None:
         cut = draw.randrange(len(data))
         data = draw.choice([data[:cut], data + b"\0" * 9, draw.randbytes(8) + data[8:], data[:8] + b"[" * (end - 8)])
     (path / FILE).write_bytes(data)
-    sealed(path, lambda b: b["files"][0].update(sha256=hashlib.sha256(data).hexdigest(), size=len(data)))
+    sealed(path, lambda b: b["files"][0].update(hashes_of(path / FILE), size=len(data)))
 
 
 KINDS = {"damaged": damage, "forged manifest": forge_manifest, "forged header": forge_header}

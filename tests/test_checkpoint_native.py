@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -19,12 +20,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import distance, state_of, train
+from tests.checkpoints import distance, hashes_of, state_of, train
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
 from threed import collectives
 from threed.checkpoint import native
-from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.files import CheckpointError, TensorFile
 from threed.checkpoint.reading import Reader
 from threed.engine import Engine
 
@@ -52,8 +53,10 @@ def test_a_checkpoint_holds_every_value_once_and_no_padding(tmp_path: Path) -> N
         path = tmp_path / f"step-{number}"
         manifest = native.read_manifest(path)
         assert native.verify(path, manifest) == []
-        saved = sum(math.prod(box[4]) for entry in manifest["files"] for box in entry["boxes"])
+        saved = sum(math.prod(piece[2]) * len(section["parts"]) for section, piece in pieces_of(manifest))
         assert saved == 3 * sum(w.numel() for w in weights.values())
+        inside = [file.tensors.items() for file in map(TensorFile, sorted(path.glob("*.safetensors")))]
+        assert saved == sum(shape[0] for items in inside for key, (_, (*shape,), _) in items if key.isdecimal())
         reader = Reader(path, manifest)
         assert reader.shapes == {name: tuple(w.shape) for name, w in weights.items()}
         assert all(torch.equal(reader.full("weight", name), w) for name, w in weights.items())
@@ -125,23 +128,48 @@ def lead_out(path: Path) -> None:
     sealed(path, lambda body: body["files"][1].update(file="../outside.safetensors"))
 
 
-def boxes_of(body: dict[str, Any]) -> list[Any]:
-    """The boxes of a manifest's second file."""
-    return list(body["files"][1]["boxes"])
+def pieces_of(body: dict[str, Any]) -> list[tuple[dict[str, Any], list[Any]]]:
+    """Every piece of a manifest, with its section."""
+    lines = [(section, line) for section in body["sections"] for line in section["lines"]]
+    return [(section, piece) for section, line in lines for piece in line["pieces"]]
 
 
-def shift_a_box(body: dict[str, Any]) -> None:
-    """Two boxes of one size become the same one: the counts add up, and some values are there twice."""
+def first_piece(body: dict[str, Any]) -> list[Any]:
+    return list(pieces_of(body)[0][1])
+
+
+def shift_a_piece(body: dict[str, Any]) -> None:
+    """Two pieces of one size become the same one: the counts add up, and some values are there twice."""
     seen: dict[str, list[Any]] = {}
-    for box in (box for entry in body["files"] for box in entry["boxes"]):
-        other = seen.setdefault(json.dumps([box[0], box[1], box[4]]), box[3])
-        if other != box[3]:
-            box[3] = other
+    for _, piece in pieces_of(body):
+        other = seen.setdefault(json.dumps([piece[0], piece[2]]), piece[1])
+        if other != piece[1]:
+            piece[1] = other
             return
 
 
 def rename(name: str) -> Callable[[dict[str, Any]], object]:
-    return lambda body: boxes_of(body)[0].__setitem__(1, name)
+    return lambda body: pieces_of(body)[0][1].__setitem__(0, name)
+
+
+def exchange_numbers(body: dict[str, Any]) -> None:
+    """Two files are said to have what the other one has."""
+    pairs = itertools.combinations(body["files"], 2)
+    one, other = next(pair for pair in pairs if pair[0]["holds"] != pair[1]["holds"])
+    one["holds"], other["holds"] = other["holds"], one["holds"]
+
+
+def cut_otherwise(body: dict[str, Any]) -> None:
+    """A line is cut into other windows, of which every file would have as many elements."""
+    line = max((line for section in body["sections"] for line in section["lines"]), key=lambda line: line["length"])
+    line["step"] = 2 * line["step"] if line["step"] < line["length"] else line["step"] // 2
+
+
+def drop_a_piece(body: dict[str, Any]) -> None:
+    """One of those that a tensor is cut into."""
+    lines = [line["pieces"] for section in body["sections"] for line in section["lines"]]
+    some = next((pieces, piece) for pieces in lines for piece in pieces if piece[2] != body["shapes"][piece[0]])
+    some[0].remove(some[1])
 
 
 def gone(file: Path) -> Path:
@@ -156,7 +184,7 @@ def resealed(path: Path, at: int, new: bytes | None, old: bytes = b"", by: bytes
     data = file.read_bytes()
     data = data.replace(old, by) if new is None else data[:at] + new + data[at + len(new) :]
     file.write_bytes(data)
-    sealed(path, lambda body: body["files"][1].update(sha256=hashlib.sha256(data).hexdigest(), size=len(data)))
+    sealed(path, lambda body: body["files"][1].update(hashes_of(file), size=len(data)))
 
 
 # Damage, and what the error must name.
@@ -174,19 +202,27 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no JSON": (lambda p: (p / "manifest.json").write_text('{"format": '), "manifest.json cannot be read"),
     "no text": (lambda p: (p / "manifest.json").write_bytes(b"\xff\xfe\x00"), "manifest.json cannot be read"),
     "a list": (lambda p: (p / "manifest.json").write_text("[]"), "manifest.json is not that of"),
-    "of the future": (lambda p: sealed(p, lambda body: body.update(version=99)), "manifest.json is not that of"),
+    "of the future": (lambda p: sealed(p, lambda body: body.update(version=99)), "is of version 99 of the format"),
+    "of no version": (lambda p: sealed(p, lambda body: body.update(version=True)), "manifest.json is not that of"),
     "bit of a counter": (lambda p: replace_text(p, '"steps": 2', '"steps": 3'), "manifest.json is damaged"),
-    "a box too few": (lambda p: sealed(p, lambda body: body["files"][2]["boxes"].pop()), "values of exp_avg_sq of"),
-    "a file too few": (lambda p: sealed(p, lambda body: body["files"].pop()), "values of weight of"),
-    "a hole and an overlap": (lambda p: sealed(p, shift_a_box), "manifest.json is not valid: boxes of"),
-    "a box outside": (lambda p: sealed(p, lambda body: boxes_of(body)[0][3].append(0)), "has other dimensions than"),
-    "another shape": (lambda p: sealed(p, lambda body: boxes_of(body)[0][2].__setitem__(0, 1)), "has shape"),
-    "a start of infinity": (lambda p: sealed(p, lambda body: boxes_of(body)[0][3].append(math.inf)), "boxes.0.3"),
+    "a piece too few": (lambda p: sealed(p, drop_a_piece), "values of weight of"),
+    "a file too few": (lambda p: sealed(p, lambda body: body["files"].pop()), "numbers of section"),
+    "a number twice": (
+        lambda p: sealed(p, lambda b: b["files"][0]["holds"].append(b["files"][1]["holds"][0])), "files have number"
+    ),
+    "numbers exchanged": (lambda p: sealed(p, exchange_numbers), "as the manifest says"),
+    "other windows": (lambda p: sealed(p, cut_otherwise), "as the manifest says"),
+    "a hole and an overlap": (lambda p: sealed(p, shift_a_piece), "manifest.json is not valid: boxes of"),
+    "a piece outside": (lambda p: sealed(p, lambda b: pieces_of(b)[0][1][1].append(0)), "has other dimensions than"),
+    "pieces on each other": (lambda p: sealed(p, lambda b: pieces_of(b)[-1][1].__setitem__(3, 2**40)), "its pieces"),
+    "another shape": (lambda p: sealed(p, lambda b: b["shapes"][first_piece(b)[0]].__setitem__(0, 1)), "outside of"),
+    "a shape of nobody": (lambda p: sealed(p, lambda body: body["shapes"].update(x=[1])), "it has no values of x"),
+    "a start of infinity": (lambda p: sealed(p, lambda b: pieces_of(b)[0][1][1].append(math.inf)), "pieces.0.1"),
     "updates of infinity": (lambda p: sealed(p, lambda body: body["state"].update(updates=math.inf)), "state.updates"),
     "fewer than no samples": (lambda p: sealed(p, lambda body: body["state"].update(consumed=-5)), "state.consumed"),
     "a step in doubles": (lambda p: sealed(p, lambda body: body["state"].update(steps=1e300)), "state.steps"),
     "no counters": (lambda p: sealed(p, lambda body: body.update(state=[])), "manifest.json is not valid: state"),
-    "a name for terminals": (lambda p: sealed(p, rename("\x1b[2J")), "boxes.0.1: Value error, must be printable"),
+    "a name for terminals": (lambda p: sealed(p, rename("\x1b[2J")), "pieces.0.0: Value error, must be printable"),
     "a file twice": (lambda p: sealed(p, lambda body: body["files"].append(body["files"][0])), "names a file twice"),
     "a deep nest": (lambda p: (p / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
     "a long number": (lambda p: (p / "manifest.json").write_text("9" * 5000), "manifest.json cannot be read"),
@@ -194,7 +230,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a manifest's folder": (lambda p: gone(p / "manifest.json").mkdir(), "cannot be read: it is no plain file"),
     "a header of exabytes": (lambda p: resealed(p, 0, b"\xff" * 7 + b"\0"), "rank-00001.safetensors cannot be read"),
     "a header that is none": (lambda p: resealed(p, 8, b"{{"), "rank-00001.safetensors cannot be read"),
-    "other dtypes": (lambda p: resealed(p, 8, None, b'"F32"', b'"I32"'), "box 0 of rank-00001.safetensors is not the"),
+    "other dtypes": (lambda p: resealed(p, 8, None, b'"F32"', b'"I32"'), "rank-00001.safetensors cannot be read"),
     "not there": (lambda p: shutil.rmtree(p), "it has no manifest.json"),
 }  # fmt: skip
 

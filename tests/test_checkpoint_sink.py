@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import threading
 from pathlib import Path
@@ -13,17 +12,19 @@ from unittest import mock
 import pytest
 import torch
 
-from threed.checkpoint import sink
+from threed.checkpoint import checksum, sink
 from threed.checkpoint.sink import Sink
 from threed.checkpoint.writing import _share
 
-PIECE = 3 * sink.BLOCK
+PIECE = 2 * checksum.CHUNK
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has small files pass through the threads, in many pieces."""
     monkeypatch.setattr(sink, "PIECE", PIECE)
+    monkeypatch.setattr(checksum, "BLOCK", PIECE)
+    monkeypatch.setattr(checksum, "PIECE", checksum.CHUNK)
     monkeypatch.setattr(sink, "SMALL", 2 * PIECE)
 
 
@@ -52,15 +53,8 @@ def test_bytes_and_hash(off: int, direct: bool, tmp_path: Path, monkeypatch: pyt
         for part in parts:
             out.write(part)
     assert file.read_bytes() == data
-    assert out.digest == hashlib.sha256(data).hexdigest()
+    assert out.hashes == (checksum.tree_hash(file), checksum.checksum(file))
     assert not any(thread.name == "sink" for thread in threading.enumerate())
-
-
-def test_an_empty_file(tmp_path: Path) -> None:
-    with Sink(tmp_path / "file", 0) as out:
-        pass
-    assert (tmp_path / "file").read_bytes() == b""
-    assert out.digest == hashlib.sha256().hexdigest()
 
 
 @pytest.mark.parametrize("after", [0, 2])

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import threed
+from tests.checkpoints import rewrite
 from tests.configs import Case, batch, config_of, share, topology_of
 from tests.harness import run_ranks
-from tests.test_checkpoint_native import sealed
 from threed import layers
 from threed.checkpoint.files import CheckpointError
 from threed.cli import main
@@ -483,22 +483,11 @@ def test_more_or_less_may_be_frozen_on_resume(tmp_path: Path) -> None:
     assert moved == {"emb.weight", "out.weight", "out.bias", "blocks.0.weight", "blocks.0.bias"}
 
 
-def make_old(folder: Path) -> None:
-    """A checkpoint as version 1 wrote them, but for bytes that its manifest does not know."""
-
-    def change(body: dict[str, Any]) -> None:
-        body["version"] = 1
-        for entry in body["files"]:
-            del entry["buffers"], entry["generators"]
-
-    sealed(folder, change)
-    assert "buffer" not in json.loads((folder / "manifest.json").read_text())["files"][0]
-
-
 def test_a_checkpoint_without_buffers_still_loads(tmp_path: Path) -> None:
     engine = adam(Toy(50, 8, 2, buffer="extra"))
     engine.step(tokens())
-    make_old(engine.save(tmp_path / "old"))
+    rewrite(engine.save(tmp_path / "old"), 1, 3)
+    assert "buffers" not in json.loads((tmp_path / "old" / "manifest.json").read_text())["files"][0]
     other = adam(Toy(50, 8, 2, buffer="extra"))
     other.module.extra.fill_(3.0)
     said = said_by(lambda: other.load(tmp_path / "old"))

@@ -188,7 +188,7 @@ def fail_to_save(folder: Path) -> None:
     weights = {**engine.full_state_dict(), "head.norm.weight": torch.zeros(3)}
     inner = writing.stream_tensors
 
-    def fails(path: Path, about: object, tensors: Iterator[torch.Tensor]) -> str:
+    def fails(path: Path, about: object, tensors: Iterator[torch.Tensor], *_: object) -> str:
         next(tensors)
         raise OSError(28, "No space left on device")
 
@@ -311,7 +311,7 @@ def fail_while_values_move(folder: Path) -> None:
         raise SwapError(5, "Input/output error")
 
     for owner, name, attempt in (
-        (Reader, "box", lambda: engine.load(folder / "good")),
+        (Reader, "into", lambda: engine.load(folder / "good")),
         (Disk, "write", lambda: engine.save(folder / "bad")),
     ):
         steps(engine, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from tests.configs import Case, Result, config_of, engine_of, result_of, topolog
 from tests.harness import run_ranks
 from tests.test_step import POISONS, data, with_
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.manifest import read_manifest
+from threed.checkpoint.reading import Reader
 from threed.config import Config
 from threed.engine import Engine
 from threed.precision import LossScale
@@ -174,11 +175,7 @@ def resume_wrapped(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
 
 def parts_of(folder: Path) -> dict[str, set[str]]:
     """Which parts of which tensors a checkpoint holds."""
-    found: dict[str, set[str]] = {}
-    for entry in json.loads((folder / "manifest.json").read_text())["files"]:
-        for part, name, *_ in entry["boxes"]:
-            found.setdefault(name, set()).add(part)
-    return found
+    return Reader(folder, read_manifest(folder)).parts
 
 
 def test_wrapped_modules_go_on_and_keep_what_is_frozen(tmp_path: Path) -> None:

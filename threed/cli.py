@@ -224,7 +224,7 @@ def _checkpoint_facts(path: Path) -> str:
     from threed.checkpoint.reading import Reader
 
     manifest = native.read_manifest(path)
-    damaged = native.verify(path, manifest)
+    damaged = native.verify(path, manifest, thorough=True)
     if damaged:
         raise CheckpointError("\n".join(damaged))
     reader = Reader(path, manifest)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.blueprint import Blueprint
+from threed.checkpoint.beside import save_bytes
 from threed.checks import LAYER_MAJOR
 from threed.config import Config, ConfigError
 from threed.device import peak_bytes, reset_peak
@@ -41,7 +42,6 @@ from threed.zero import setup
 from threed.zero.layout import Group, Layout
 from threed.zero.optimistic import copied_bytes
 from threed.zero.reducer import Reducer
-from threed.zero.snapshot import save_bytes
 from threed.zero.state import State, holdings, new_state, storages
 
 MESSAGES = 2  # to other stages, on their way at once

@@ -17,21 +17,26 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from threed import collectives
 from threed.checkpoint import writing
 from threed.checkpoint.extras import Extras
-from threed.config import Config
+from threed.checkpoint.sections import Held, held
+from threed.config import CheckpointConfig, Config
 from threed.device import is_accelerator
 from threed.memory.pool import free_bytes
 from threed.topology import Topology
+from threed.zero.layout import Layout
 from threed.zero.optimizer import Optimizer
+from threed.zero.records import states
 from threed.zero.snapshot import Room, Snapshot, copy_bytes
-from threed.zero.state import State
+from threed.zero.state import PREVIOUS, WEIGHT, State
 
 PATIENCE_S = 20.0  # for a save that is written when a run fails
 
@@ -137,15 +142,12 @@ class Saver:
         """Whether every rank has memory for a copy of what it saves. Collective."""
         everyone = self.topology.axis("world")
         if self.room is None:
+            mine_of_all = (h.extents() for h in held(self.optimizer.layout, states(self.optimizer)))
             gpu = is_accelerator(self.topology.device)
-            needed = copy_bytes(self._states(), self.optimizer.layout.policy, gpu)
+            needed = copy_bytes(chain.from_iterable(mine_of_all), self.optimizer.layout.policy, gpu)
             mine = needed * _ranks_here(everyone.size) <= free_bytes() // 2
             self.room = Room(whole=all(collectives.exchange(mine, everyone)))
         return self.room.whole
-
-    def _states(self) -> list[State]:
-        earlier = self.optimizer.versions.earlier if self.optimizer.versions else []
-        return [*self.optimizer.states, *self.optimizer.frozen, *earlier]
 
     def start(
         self, path: Path, state: Mapping[str, Any], extras: Extras, *, now: bool = False,
@@ -168,6 +170,24 @@ class Saver:
             snapshot.release_all()
         self.last = Save(saving, snapshot, time.perf_counter() - began, published)
         return self.last
+
+
+def save_bytes(asked: CheckpointConfig, layout: Layout, states: Sequence[State], gpu: bool) -> int:
+    """The host's memory that saves take of a rank which writes the most of what it holds: as a forecast, of the states
+    of a layout; none where training waits for saves."""
+    if not asked.every or asked.async_ is False:
+        return 0
+    others = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
+    if layout.policy.versions > 1:
+        others += [State(bucket, {PREVIOUS: bucket.storage}) for bucket in layout.buckets]
+    writing = (_first_writer(h).extents() for h in held(layout, [*states, *others]))
+    return copy_bytes(chain.from_iterable(writing), layout.policy, gpu)
+
+
+def _first_writer(held: Held) -> Held:
+    """Returns a section as a rank holds it that writes of it; each of these writes about as much."""
+    copies = (replace(held, copy=copy) for copy in range(held.copies))
+    return next(one for one in copies if one.number is not None)
 
 
 def _ranks_here(world: int) -> int:

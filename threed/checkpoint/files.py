@@ -1,8 +1,11 @@
 """Files of tensors: written as a stream with their hash, durable; a partial file is always detected.
 
+    hashes = stream_tensors(path, about, tensors)
+    with TensorFile(path) as file: file.read("weight", 0, out)
+
 The format is safetensors (an 8-byte length, a JSON header, the bytes), written here rather than by the library so that
-the hash is computed meanwhile (`sink`), one tensor is in memory at a time, and a full disk is an error at once.
-Read with the library.
+the hash is computed meanwhile, one tensor is in memory at a time, and a full disk is an error at once; and read here so
+that values go straight to where they belong, by plain reads, whose errors are exceptions.
 """
 
 from __future__ import annotations
@@ -10,20 +13,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from threed.atomic import building_place
+from threed.checkpoint.checksum import BLOCK, Hashes, threads
 from threed.checkpoint.sink import Sink
 
-_NAMES = {
+NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.uint8: "U8",
 }  # fmt: skip
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+MOST_HEADER = 10**8  # bytes, as the library has it
 
 
 class CheckpointError(RuntimeError):
@@ -41,17 +50,17 @@ def stream_tensors(
     tensors: Iterable[Tensor],
     metadata: Mapping[str, str] | None = None,
     limit: float | None = None,
-) -> str:
-    """Writes a safetensors file, flushed to the disk, from tensors that come one by one; returns its sha256 in hex.
+) -> Hashes:
+    """Writes a safetensors file, flushed to the disk, from tensors that come one by one; returns its hashes.
 
-    about: dtype and shape of each, by name. limit: bytes written in a second, at most. OSError when it cannot be
-    written, ValueError for other tensors than those.
+    about: dtype and shape of each, by name; one of one dimension may come in several parts. limit: bytes written in a
+    second, at most. OSError when it cannot be written, ValueError for other tensors than those.
     """
     nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in about.values())
     with Sink(path, nbytes, limit) as sink:
         for part in _parts(about, tensors, metadata or {}):
             sink.write(part)
-    return sink.digest
+    return sink.hashes
 
 
 def _parts(
@@ -61,14 +70,108 @@ def _parts(
     end = 0
     for name, (dtype, shape) in about.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for (name, wanted), tensor in zip(about.items(), tensors, strict=True):
-        if (tensor.dtype, tuple(tensor.shape)) != wanted:
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {wanted}")
-        yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    given = iter(tensors)
+    for name, (dtype, shape) in about.items():
+        left, complete = math.prod(shape), False
+        while not complete:
+            tensor = next(given, None)
+            if tensor is None:
+                raise ValueError(f"the tensors are fewer, or shorter, than announced: {name} is not complete")
+            whole = tuple(tensor.shape) == shape
+            if tensor.dtype != dtype or not (whole or (len(shape) == tensor.dim() == 1 and tensor.numel() <= left)):
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {(dtype, shape)}")
+            left -= tensor.numel()
+            complete = left == 0
+            yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    if next(given, None) is not None:
+        raise ValueError("more tensors than announced")
+
+
+class TensorFile:
+    """A safetensors file that is open to be read. CheckpointError where it is none.
+
+    tensors: dtype (as the format has it), shape, and the first byte of each, by name. metadata: text by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._handle = path, -1
+        try:
+            self._handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            size = os.fstat(self._handle).st_size
+            length = int.from_bytes(os.pread(self._handle, 8, 0), "little")
+            if not 2 <= length <= min(size - 8, MOST_HEADER):
+                raise ValueError("its header is longer than it")
+            header = json.loads(os.pread(self._handle, length, 8).decode())
+            self.metadata, self.tensors = _understood(header, 8 + length, size)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+            self.close()
+            raise CheckpointError(f"{path} cannot be read: {plain(error)}") from None
+
+    def read(self, name: str, first: int, out: Tensor) -> None:
+        """Fills `out` [n], contiguous and on the CPU, from the elements of a tensor from `first` on, of its dtype."""
+        dtype, _, begin = self.tensors[name]
+        at, rest = begin + first * DTYPES[dtype].itemsize, out.view(torch.uint8).numpy().data
+        starts = range(0, len(rest), BLOCK)
+        try:
+            if len(starts) > 1:
+                list(threads().map(lambda start: self._fill(rest[start : start + BLOCK], at + start), starts))
+            else:
+                self._fill(rest, at)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {plain(error)}") from None
+
+    def _fill(self, rest: memoryview, at: int) -> None:
+        while len(rest):
+            read = os.preadv(self._handle, [rest], at)
+            if not read:
+                raise OSError("it ends too early")
+            at, rest = at + read, rest[read:]
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns a whole tensor."""
+        dtype, shape, _ = self.tensors[name]
+        out = torch.empty(shape, dtype=DTYPES[dtype])
+        self.read(name, 0, out.view(-1))
+        return out
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._handle = -1
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _understood(header: Any, begin: int, size: int) -> tuple[dict[str, str], dict[str, tuple[str, list[int], int]]]:
+    """Returns metadata and tensors of a header; ValueError and others unless the tensors fill the file exactly."""
+    metadata, found = dict(header.pop("__metadata__", {})), {}
+    for name, about in header.items():
+        (first, last), shape = about["data_offsets"], list(about["shape"])
+        if not all(type(n) is int and n >= 0 for n in (first, last, *shape)) or len(shape) > 64:
+            raise ValueError(f"{name} has no valid place or shape")
+        if last - first != math.prod(shape) * DTYPES[about["dtype"]].itemsize:
+            raise ValueError(f"{name} has {last - first} bytes, which is not its size")
+        found[name] = (about["dtype"], shape, begin + first, begin + last)
+    end = begin
+    for _, _, first, last in sorted(found.values(), key=lambda place: place[2:]):
+        if first != end:
+            raise ValueError("its tensors overlap, or leave a gap")
+        end = last
+    if end != size:
+        raise ValueError(f"its tensors end at {end}, and it has {size} bytes")
+    return metadata, {name: (dtype, shape, first) for name, (dtype, shape, first, _) in found.items()}
 
 
 def sha256(path: Path) -> str:

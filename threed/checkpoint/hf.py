@@ -41,7 +41,7 @@ def export_hf(
     replaced. Raises CheckpointError for damage, names or shapes that are not the model's, values that overflow.
     """
     manifest = native.read_manifest(checkpoint)
-    problems = native.verify(checkpoint, manifest)
+    problems = native.verify(checkpoint, manifest, thorough=True)
     if problems:
         raise CheckpointError("; ".join(problems))
     reader = Reader(checkpoint, manifest)
@@ -85,8 +85,7 @@ def _check_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> None:
 
 def _dtype(name: str | None, reader: Reader) -> torch.dtype:
     if name is None:
-        some, shape = next(iter(reader.shapes.items()))
-        return reader.box("weight", some, (0,) * len(shape), (1,) * len(shape)).dtype
+        return reader.dtype("weight", next(iter(reader.shapes)))
     if name not in DTYPES:
         raise CheckpointError(f"dtype {name} is not one of {', '.join(DTYPES)}")
     return DTYPES[name]

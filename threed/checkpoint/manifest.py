@@ -5,31 +5,32 @@
 
 Its hash finds damage, but is no signature: somebody who changes a manifest can change its hash too. So its structure is
 checked against a schema: counters are finite and in range, names printable, files plain files of the folder, and the
-boxes of every tensor hold each of its elements exactly once.
+files of every tensor hold each of its elements exactly once (`coverage`).
+
+Version 3 says where values are by sections (`sections`), of which a file has a number; versions 1 and 2 list the boxes
+of every file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import stat
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from threed.checkpoint import coverage
+from threed.checkpoint.checksum import checksum, tree_hash
 from threed.checkpoint.files import CheckpointError, plain, sha256
 
 FORMAT = "threed-checkpoint"
-VERSION = 2  # 1 had neither buffers nor generators
+VERSION = 3  # 1 had neither buffers nor generators; 2 listed the boxes of every file
 MANIFEST = "manifest.json"
 MOST_BYTES = 2**30  # of a manifest
-MOST_CORNERS = 2**24  # of the boxes of one tensor: seconds of work
-Corner = tuple[int, ...]
 
 
 def file_of(rank: int) -> str:
@@ -59,17 +60,47 @@ Lengths = Annotated[list[Length], Field(max_length=64)]
 Row = Field(strict=False)  # JSON has lists for tuples
 TensorBox = Annotated[tuple[Name, Name, Lengths, Dimensions, Lengths], Row]  # part, name, global shape, start, size
 Buffer = Annotated[tuple[Name, Name, Dimensions], Row]  # name, dtype, shape
+Number = Annotated[tuple[Counter, Counter], Row]
+Piece = Annotated[tuple[Name, Dimensions, Lengths, Counter], Row]  # name, start, size, first element in its line
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Entry(_Strict):
+class _File(_Strict):
     """A file of the checkpoint, and what is in it."""
 
     file: Annotated[Name, Field(max_length=100)]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     size: Counter
-    boxes: list[TensorBox]
     buffers: list[Buffer] = []
     generators: list[Name] = []
+
+
+class _Boxes(_File):
+    """A file of version 1 or 2."""
+
+    sha256: Hash
+    boxes: list[TensorBox]
+
+
+class _Numbers(_File):
+    """A file of version 3. holds: (section, number) of each that it has a number of. tree, sum: see `checksum`."""
+
+    tree: Hash
+    sum: Hash | None
+    holds: list[Number]
+
+
+class _Line(_Strict):
+    length: Length
+    step: Length
+    pieces: Annotated[list[Piece], Field(min_length=1)]
+
+
+class _Section(_Strict):
+    parts: Annotated[list[Name], Field(min_length=1)]
+    dtype: Literal["F64", "F32", "BF16", "F16"]
+    portions: Length
+    writers: Length
+    lines: Annotated[list[_Line], Field(min_length=1)]
 
 
 class _Unused(_Strict):
@@ -121,76 +152,46 @@ class _Config(_Strict):
 
 class _Manifest(_Strict):
     format: Literal["threed-checkpoint"]
-    version: Literal[1, 2]
+    version: Literal[1, 2, 3]
     config: _Config
     topology: dict[Name, Length]
     state: _State
-    files: list[_Entry]
+
+
+class _Listed(_Manifest):
+    """Of version 1 or 2."""
+
+    files: list[_Boxes]
+
+
+class _Sectioned(_Manifest):
+    """Of version 3. shapes: of the global tensors."""
+
+    shapes: dict[Name, Lengths]
+    sections: list[_Section]
+    files: list[_Numbers]
 
 
 def check_structure(manifest: Mapping[str, Any]) -> None:
-    """Raises CheckpointError unless a manifest has the structure, the values in range, and the boxes that it must."""
+    """Raises CheckpointError unless a manifest has the structure, the values in range, and the files that it must."""
+    sectioned = manifest.get("version") == 3
     try:
-        _Manifest.model_validate(manifest)
+        (_Sectioned if sectioned else _Listed).model_validate(manifest)
     except ValidationError as error:
         some = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False)[:3]]
         raise CheckpointError(plain("; ".join(some))) from None
     names = [entry["file"] for entry in manifest["files"]]
     if len(set(names)) < len(names):
         raise CheckpointError("it names a file twice")
-    for problem in _coverage_problems(manifest["files"]):
+    for problem in coverage.of_sections(manifest) if sectioned else coverage.of_boxes(manifest["files"]):
         raise CheckpointError(problem)
 
 
-# --------------------------------------------------------------------------------------------------------- coverage
-
-
-def _coverage_problems(files: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields what is wrong with the boxes of each tensor."""
-    found: dict[tuple[str, str], list[tuple[Corner, Corner]]] = defaultdict(list)
-    shapes: dict[str, list[int]] = {}
-    for entry in files:
-        for part, name, shape, start, size in entry["boxes"]:
-            if shapes.setdefault(name, shape) != shape:
-                yield f"{name} has shape {shapes[name]} and shape {shape}"
-            if not len(start) == len(size) == len(shape):
-                yield f"a box of {part} of {name} has other dimensions than {shape}"
-            found[part, name].append((start, size))
-    for (part, name), boxes in found.items():
-        if problem := _coverage_problem(shapes[name], boxes):
-            yield problem.format(f"{part} of {name}")
-
-
-def _coverage_problem(shape: Sequence[int], boxes: Sequence[tuple[Corner, Corner]]) -> str:
-    """Returns why boxes (start, size) are no partition of a tensor, "" if they are one."""
-    if any(a + n > m for start, size in boxes for a, n, m in zip(start, size, shape, strict=True)):
-        return f"a box of {{}} lies outside of its shape {list(shape)}"
-    found, wanted = sum(math.prod(size) for _, size in boxes), math.prod(shape)
-    if found < wanted:
-        return f"the checkpoint has {found} of {wanted} values of {{}}"
-    cut = [d for d, m in enumerate(shape) if any(size[d] < m for _, size in boxes)]
-    if len(boxes) << len(cut) > MOST_CORNERS:
-        return "{} is cut into too many boxes"
-    return "" if found == wanted and _is_partition(shape, boxes, cut) else "boxes of {} overlap"
-
-
-def _is_partition(shape: Sequence[int], boxes: Sequence[tuple[Corner, Corner]], cut: Sequence[int]) -> bool:
-    """Returns whether boxes hold every element of a tensor exactly once; `cut`: the dimensions that they cut.
-
-    Their indicator functions then add up to that of the tensor. Two sums are the same if their mixed differences are,
-    and those of a box are 1 or -1 at its corners and else 0: so all corners must cancel but those of the tensor.
-    """
-    corners: dict[Corner, int] = defaultdict(int)
-    whole = ((0,) * len(shape), shape)
-    for sign, some in ((1, boxes), (-1, [whole])):
-        for start, size in some:
-            mine: list[tuple[Corner, int]] = [((), sign)]
-            for d in cut:
-                a, b = start[d], start[d] + size[d]
-                mine = [new for at, s in mine for new in (((*at, a), s), ((*at, b), -s))]
-            for at, s in mine:
-                corners[at] += s
-    return not any(corners.values())
+def parts_of(manifest: Mapping[str, Any]) -> set[str]:
+    """Returns the parts that are saved of some tensors: weight, exp_avg, ..."""
+    if manifest["version"] == 3:
+        return {part for section in manifest["sections"] for part in section["parts"]}
+    return {part for entry in manifest["files"] for part, *_ in entry["boxes"]}
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -212,16 +213,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}") from None
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{file} cannot be read: {plain(error) or type(error).__name__}") from None
-    if not stated or manifest.get("format") != FORMAT or manifest.get("version") not in (1, VERSION):
-        raise CheckpointError(f"{file} is not that of a version 1 or {VERSION} {FORMAT}")
+    version = manifest.get("version") if stated and manifest.get("format") == FORMAT else None
+    if type(version) is not int or version < 1:
+        raise CheckpointError(f"{file} is not that of a {FORMAT}")
+    if version > VERSION:
+        known = f"this program knows versions 1 to {VERSION}: take the threed that saved it, or a later one"
+        raise CheckpointError(f"{file} is of version {plain(version)} of the format, and {known}")
     if manifest.get("sha256") != stated:
         raise CheckpointError(f"{file} is damaged: its sha256 is not the one it states")
     try:
         check_structure(manifest)
     except CheckpointError as error:
         raise CheckpointError(f"{file} is not valid: {error}") from None
-    for entry in manifest["files"]:
-        _check_file(path, entry["file"], entry["size"])
     return dict(manifest)
 
 
@@ -238,28 +241,34 @@ def _text(file: Path) -> str:
         os.close(handle)
 
 
-def _check_file(path: Path, name: str, size: int) -> None:
-    file = path / name
-    try:
-        about = None if Path(name).name != name else file.lstat()
-    except FileNotFoundError:
-        about = None
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
-    if about is None or not stat.S_ISREG(about.st_mode):
-        raise CheckpointError(f"{file} is missing, or not a plain file of its folder")
-    if about.st_size != size:
-        raise CheckpointError(f"{file} has {about.st_size} bytes, not {size}: it is damaged")
+def verify(
+    path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1, thorough: bool = False
+) -> list[str]:  # fmt: skip
+    """Returns a line for each file that is missing or damaged; checks every `of`-th file, from `index` on.
 
-
-def verify(path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1) -> list[str]:
-    """Returns a line for each file with damaged contents; checks every `of`-th file, from `index` on."""
-    problems = (_content_problem(path / entry["file"], entry["sha256"]) for entry in manifest["files"][index::of])
+    thorough: by their sha256 also where there is a sum, which is enough to find damage.
+    """
+    problems = (_file_problem(path, entry, thorough) for entry in manifest["files"][index::of])
     return [problem for problem in problems if problem]
 
 
-def _content_problem(file: Path, wanted: str) -> str | None:
+def _is_intact(file: Path, entry: Mapping[str, Any], thorough: bool) -> bool:
+    if "tree" not in entry:
+        return sha256(file) == entry["sha256"]
+    found = None if thorough or entry["sum"] is None else checksum(file)
+    return tree_hash(file) == entry["tree"] if found is None else found == entry["sum"]
+
+
+def _file_problem(path: Path, entry: Mapping[str, Any], thorough: bool) -> str | None:
+    file = path / entry["file"]
     try:
-        return None if sha256(file) == wanted else f"{file} is damaged: its sha256 differs from the manifest's"
-    except OSError as error:
+        about = file.lstat() if Path(entry["file"]).name == entry["file"] else None
+        if about is None or not stat.S_ISREG(about.st_mode):
+            return f"{file} is missing, or not a plain file of its folder"
+        if about.st_size != entry["size"]:
+            return f"{file} has {about.st_size} bytes, not {entry['size']}: it is damaged"
+        return None if _is_intact(file, entry, thorough) else f"{file} is damaged: its hash differs from the manifest's"
+    except FileNotFoundError:
+        return f"{file} is missing, or not a plain file of its folder"
+    except (OSError, ValueError) as error:  # ValueError: of a null character in the name
         return f"{file} cannot be read: {error}"

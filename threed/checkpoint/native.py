@@ -1,19 +1,17 @@
-"""The native checkpoint: one safetensors file a rank, and a manifest with the place of every box of every tensor.
+"""The native checkpoint: one safetensors file a rank, and a manifest that says where every value is.
 
-`writing` saves it, this module loads it.
+    step-40/manifest.json            format, configuration, counters, hash of every file, sections (`sections`)
+    step-40/rank-00000.safetensors   this rank's parts of weight, exp_avg and exp_avg_sq, buffers, generator states
 
-    step-40/manifest.json            format, configuration, counters, hash of every file, place of every box
-    step-40/rank-00000.safetensors   this rank's boxes of weight, exp_avg and exp_avg_sq, buffers, generator states
-
-It loads in any topology: a rank reads the parts of saved boxes that intersect its own. Nothing is pickled. A checkpoint
-is complete when its manifest exists: files are written into `step-40.tmp` and flushed, hashes are exchanged, the
-manifest is written last, and the folder renamed.
+`writing` saves it, this module loads it, in any topology: a rank reads the manifest and, of the files, what it needs.
+Nothing is pickled. A checkpoint is complete when its manifest exists: files are written into `step-40.tmp` and flushed,
+the manifest is written last, and the folder renamed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -27,6 +25,7 @@ from threed.checkpoint import fit
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import MANIFEST as MANIFEST
+from threed.checkpoint.manifest import parts_of
 from threed.checkpoint.manifest import read_manifest as read_manifest
 from threed.checkpoint.manifest import verify as verify
 from threed.checkpoint.reading import Reader
@@ -35,7 +34,7 @@ from threed.resolution import resolve_model
 from threed.sharding import Box, Piece, slices
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import PREVIOUS, WEIGHT, fill, read, records
+from threed.zero.records import PREVIOUS, WEIGHT, Record, fill_in_place, read, records
 
 # ---------------------------------------------------------------------------------------------------------- reading
 
@@ -57,15 +56,15 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     kept = {name: parts - {PREVIOUS} for name, parts in reader.parts.items()}
     fresh = {name for name in here.trained if kept[name] == {WEIGHT}} if optimizer.rule.state_names else set()
     wanted = (r for r in records(optimizer) if r.part in (WEIGHT, PREVIOUS) or r.piece.name not in fresh)
-    gaps = (reader.gap(reader.stands_for(r.part, r.piece.name), r.piece.name, r.box.start, r.box.size) for r in wanted)
-    _refuse([f"{path}: {gap}" for gap in gaps if gap][:10], everyone)  # before anything is overwritten
+    _refuse(_unreadable(path, reader, wanted, extras), everyone)  # before anything is overwritten
 
-    def source(part: str, piece: Piece, box: Box) -> Tensor:
+    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
         if part not in (WEIGHT, PREVIOUS) and piece.name in fresh:
-            return torch.zeros(box.size)
-        return reader.box(reader.stands_for(part, piece.name), piece.name, box.start, box.size)
+            out.zero_()
+        else:
+            reader.into(reader.stands_for(part, piece.name), piece.name, box.start, box.size, out)
 
-    fill(optimizer, source)
+    fill_in_place(optimizer, write)
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
     _tell(topology.rank, reader, here, fresh)
@@ -75,7 +74,19 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     optimizer.updates.fill_(state["updates"])
     optimizer.skips.fill_(state["skips"])
     optimizer.scaler.restore(state)
+    reader.close()
     return state
+
+
+def _unreadable(path: Path, reader: Reader, wanted: Iterable[Record], extras: Extras) -> list[str]:
+    """Returns why some of the boxes that this rank wants, or its buffers, cannot be read; the first reason."""
+    try:
+        for r in wanted:
+            reader.check(reader.stands_for(r.part, r.piece.name), r.piece.name, r.box.start, r.box.size)
+        reader.check_buffers(extras.buffers.persistent())
+    except CheckpointError as error:
+        return [str(error) if str(path) in str(error) else f"{path}: {error}"]
+    return []
 
 
 def _checked(
@@ -143,7 +154,7 @@ def optimizer_differences(manifest: Mapping[str, Any], config: Config, parts: Se
     saved, wanted = manifest["config"]["optim"]["name"], config.optim.name
     if saved == wanted:
         return []
-    kept = sorted({part for entry in manifest["files"] for part, *_ in entry["boxes"]} - {WEIGHT, PREVIOUS})
+    kept = sorted(parts_of(manifest) - {WEIGHT, PREVIOUS})
     there, here = (", ".join(names) or "nothing" for names in (kept, parts))
     fix = f"resume with --optim.name {saved}, or start anew with --checkpoint.resume none"
     return [

@@ -2,30 +2,34 @@
 
     with Sink(path, nbytes, limit=100 * 2**20) as sink:        bytes a second; None: as fast as it goes
         sink.write(part)                                       any bytes, one after the other
-    sink.digest                                                sha256 in hex; the file is on the drive
+    sink.hashes                                                see `checksum`; the file is on the drive
 
-The caller copies a part into a page-aligned buffer and hashes it while two threads write earlier buffers by direct I/O:
-that takes less of the processor, on which training goes on, than a copy into the page cache and a flush of it. Where a
-file system has no direct I/O, and for small files, writes go through the page cache and are flushed at the end.
+The caller copies a part into a page-aligned buffer, which threads hash and write by direct I/O, while it fills the next
+one: that takes less of the processor, on which training goes on, than a copy into the page cache and a flush of it.
+Where a file system has no direct I/O, and for small files, writes go through the page cache and are flushed at the end.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import mmap
 import os
 import queue
 import threading
 import time
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from threed.checkpoint import checksum
+from threed.checkpoint.checksum import Hashes, Hashing
+
 BLOCK = 4096  # direct I/O: of memory, lengths and offsets
-PIECE = 8 * 2**20
+PIECE = checksum.BLOCK  # what is hashed and written at a time
 WRITERS = 2
 SMALL = 4 * PIECE  # bytes: threads would cost more than they bring
 
@@ -35,8 +39,8 @@ class Sink:
 
     def __init__(self, path: Path, nbytes: int, limit: float | None = None) -> None:
         self.path, self.nbytes, self.limit = path, nbytes, limit
-        self.digest = ""
-        self._hash = hashlib.sha256()
+        self.hashes: Hashes
+        self._hashing = Hashing()
         self._began = time.monotonic()
         self._at = self._filled = 0  # bytes of the file that left for the drive, and those in the buffer
         self._error: OSError | None = None
@@ -46,7 +50,7 @@ class Sink:
         self._fd, direct = _open(self.path, self.nbytes >= SMALL)
         try:
             self._free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
-            self._full: queue.SimpleQueue[tuple[mmap.mmap, int, int] | None] = queue.SimpleQueue()
+            self._full: queue.SimpleQueue[tuple[mmap.mmap, int, int, Future[Any]] | None] = queue.SimpleQueue()
             if direct:
                 _allocate(self._fd, self.nbytes)
                 self._threads = [threading.Thread(target=self._write_out, name="sink") for _ in range(WRITERS)]
@@ -72,35 +76,33 @@ class Sink:
                 self._leave()
 
     def _leave(self) -> None:
-        """Hands the buffer on, and hashes it; takes another one."""
+        """Hands the buffer on, to be hashed and written; takes another one."""
         if self._error is not None:
             raise self._error
         count, buffer = self._filled, self._buffer
+        hashed = self._hashing.add(memoryview(buffer)[:count])
         if self._threads:
-            self._full.put((buffer, count, self._at))
-            self._hash_of(buffer, count)  # the writers only read it
+            self._full.put((buffer, count, self._at, hashed))
             self._buffer = self._free.get()
         else:
             _write_all(self._fd, memoryview(buffer)[:count], self._at)
-            self._hash_of(buffer, count)
+            hashed.result()
             if self.limit is not None:  # else the page cache would take it, and flush it all at once
                 os.fdatasync(self._fd)
         self._at, self._filled = self._at + count, 0
         if self.limit is not None:
             time.sleep(max(0.0, self._at / self.limit - (time.monotonic() - self._began)))
 
-    def _hash_of(self, buffer: mmap.mmap, count: int) -> None:
-        self._hash.update(memoryview(buffer)[:count])
-
     def _write_out(self) -> None:
         """Writes buffers until there are no more; after an error it only gives them back."""
         while (one := self._full.get()) is not None:
-            buffer, count, at = one
+            buffer, count, at, hashed = one
             try:
                 if self._error is None:
                     _write_all(self._fd, memoryview(buffer)[: -(-count // BLOCK) * BLOCK], at)
             except OSError as error:
                 self._error = error
+            wait((hashed,))
             self._free.put(buffer)
 
     def __exit__(
@@ -123,7 +125,8 @@ class Sink:
                 os.close(self._fd)
         if kind is None and self._error is not None:
             raise self._error
-        self.digest = self._hash.hexdigest()
+        if kind is None:
+            self.hashes = self._hashing.result()
 
 
 def _open(path: Path, direct: bool) -> tuple[int, bool]:

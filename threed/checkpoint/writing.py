@@ -18,24 +18,26 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from threed import collectives
 from threed.atomic import building_place, publish, write_text
 from threed.checkpoint.extras import Extras
-from threed.checkpoint.files import CheckpointError, begin, plain, stream_tensors
+from threed.checkpoint.files import DTYPES, CheckpointError, begin, plain, stream_tensors
 from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, check_structure, digest, file_of
+from threed.checkpoint.sections import Held, Section, held
 from threed.config import Config
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import Record, read, records
+from threed.zero.records import Extent, read, states
 
 PATIENCE_S = 600.0  # how long the first rank waits for another one that writes
 POLL_S = 0.02
@@ -60,10 +62,10 @@ def prepare(
     everyone = topology.axis("world")
     optimizer.settle()  # a run that goes on from here and one that resumes see the same parameters
     extras.ready()
-    mine = [record for record in records(optimizer) if record.owned]
+    mine = held(optimizer.layout, states(optimizer))
     said, values = extras.entries()
     beside = {key: value.to("cpu", copy=True) for key, value in values.items()}  # the next step may change them
-    nbytes = sum(record.nbytes for record in mine) + sum(tensor.nbytes for tensor in beside.values())
+    nbytes = sum(h.nbytes for h in mine) + sum(tensor.nbytes for tensor in beside.values())
     sizes = collectives.exchange(nbytes, everyone)
     problem, token = _begin(path, sum(sizes)) if everyone.index == 0 else (None, "")
     problem, token = collectives.exchange([problem, token], everyone)[0]
@@ -76,7 +78,9 @@ def prepare(
         "state": {**state, **counters},
     }
     limit = _share(config.checkpoint.write_limit_mib, sizes, everyone.index)
-    saving = Saving(path, everyone, token, mine, said, beside, head, problem, limit)
+    described = mine if topology.axis("dp").index == 0 else []
+    mine = [h for h in mine if h.number is not None]
+    saving = Saving(path, everyone, token, mine, described, said, beside, head, problem, limit)
     saving.agree()
     return saving
 
@@ -100,20 +104,27 @@ def _share(limit_mib: float | None, sizes: Sequence[int], rank: int) -> float | 
 class Saving:
     """A checkpoint in the making, as one rank has it.
 
-    token: tells this save from earlier ones of the folder. records: what this rank writes of the optimizer's state, in
-    order. beside: what it writes besides. head: the manifest without its files. problem: what went wrong here, so far.
+    token: tells this save from earlier ones of the folder. mine: what this rank writes of the optimizer's state.
+    described: the sections that it describes, for all that hold them. beside: what it writes besides, as `said`.
+    head: the manifest without sections and files. problem: what went wrong here, so far.
     """
 
     path: Path
     everyone: Axis
     token: str
-    records: list[Record]
+    mine: list[Held]
+    described: list[Held]
     said: dict[str, Any]
     beside: dict[str, Tensor]
     head: dict[str, Any]
     problem: str | None = None
     limit: float | None = None  # bytes that this rank writes in a second, at most
     given_up: threading.Event = field(default_factory=threading.Event)  # set: do not wait for others any more
+
+    @property
+    def records(self) -> list[Extent]:
+        """What this rank writes of the optimizer's state, in order."""
+        return [extent for h in self.mine for extent in h.extents()]
 
     @property
     def building(self) -> Path:
@@ -143,15 +154,30 @@ class Saving:
         return self.problem
 
     def _entry(self, values: Iterable[Tensor]) -> dict[str, Any]:
-        """Writes the file; returns its entry of the manifest, empty if there is nothing to write."""
-        about = {str(number): (record.dtype, record.box.size) for number, record in enumerate(self.records)}
+        """Writes the file; returns what the first rank needs to know: its entry of the manifest, and sections."""
+        sections = [[h.section.about, h.shapes] for h in self.described]
+        about: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+        about = {str(key): (DTYPES[h.section.dtype], (h.numel,)) for key, h in enumerate(self.mine)}
         about |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in self.beside.items()}
         if not about:
-            return {}
-        digest = stream_tensors(self.file, about, chain(values, self.beside.values()), limit=self.limit)
-        boxes = [[r.part, r.piece.name, r.piece.shape, r.box.start, r.box.size] for r in self.records]
-        size = self.file.stat().st_size
-        return {"file": self.file.name, "sha256": digest, "size": size, "boxes": boxes, **self.said}
+            return {"sections": sections}
+        holds = [[h.section.digest, h.number] for h in self.mine]
+        metadata = {str(key): f"{digest} {number}" for key, (digest, number) in enumerate(holds)}
+        hashes = stream_tensors(self.file, about, self._stream(values), metadata, self.limit)._asdict()
+        entry = {"file": self.file.name, **hashes, "size": self.file.stat().st_size, "holds": holds, **self.said}
+        return {"sections": sections, "entry": entry}
+
+    def _stream(self, values: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yields all tensors of the file; a section of which this rank has no element is an empty one."""
+        given = iter(values)
+        for h in self.mine:
+            left = h.numel
+            if left == 0:
+                yield torch.empty(0, dtype=DTYPES[h.section.dtype])
+            while left > 0 and (tensor := next(given, None)) is not None:
+                left -= tensor.numel()
+                yield tensor
+        yield from chain(given, self.beside.values())
 
     def _fail(self, problem: str) -> None:
         self.problem = problem
@@ -175,8 +201,7 @@ class Saving:
         wrong. No collective. patience: seconds to wait for the others."""
         if self.everyone.index == 0:
             try:
-                entries = self._entries(time.monotonic() + patience)
-                self._publish([entry for entry in entries if entry])
+                finish(self.building, self.path, self.head, self._entries(time.monotonic() + patience))
             except (
                 OSError,
                 TypeError,
@@ -210,15 +235,6 @@ class Saving:
             raise CheckpointError("; ".join(problems))
         return found
 
-    def _publish(self, files: list[dict[str, Any]]) -> None:
-        body = json.loads(json.dumps({**self.head, "files": files}))  # as it will be read: JSON has no tuples
-        try:
-            check_structure(body)  # what could not be read must not count as saved
-        except CheckpointError as error:
-            raise CheckpointError(f"could not finish {self.path}: {error}") from None
-        write_text(self.building / MANIFEST, json.dumps({**body, "sha256": digest(body)}))
-        publish(self.building, self.path)
-
     def agree(self) -> None:
         """Raises CheckpointError on every rank if any has a problem, after removing what was written. Collective."""
         found = list(dict.fromkeys(p for p in collectives.exchange(self.problem, self.everyone) if p))
@@ -227,3 +243,30 @@ class Saving:
                 shutil.rmtree(self.building, ignore_errors=True)
             collectives.barrier(self.everyone)
             raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
+
+
+def finish(building: Path, path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the manifest from what every rank left, and renames the folder. Raises OSError, CheckpointError, and
+    TypeError and others for a `head` that JSON cannot say."""
+    body = json.loads(json.dumps({**head, **joined(entries)}))  # as it will be read: JSON has no tuples
+    try:
+        check_structure(body)  # what could not be read must not count as saved
+    except CheckpointError as error:
+        raise CheckpointError(f"could not finish {path}: {error}") from None
+    write_text(building / MANIFEST, json.dumps({**body, "sha256": digest(body)}))
+    publish(building, path)
+
+
+def joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns shapes, sections and files of a manifest, from what every rank left."""
+    shapes: dict[str, Any] = {}
+    sections: dict[str, Any] = {}  # by digest: ranks that hold copies of each other say the same
+    for entry in entries:
+        for about, some in entry["sections"]:
+            sections.setdefault(Section(about).digest, about)
+            shapes |= some
+    numbers = {digest: number for number, digest in enumerate(sections)}
+    files = [entry["entry"] for entry in entries if "entry" in entry]
+    for file in files:
+        file["holds"] = [[numbers[digest], number] for digest, number in file["holds"]]
+    return {"shapes": shapes, "sections": list(sections.values()), "files": files}

@@ -150,7 +150,7 @@ class Group:
 
     shard: the axis S that slices are spread over. sums: the axes a slice's gradient is summed over after that.
     holders: the pipeline ranks that each update a portion of the same slice; the last of `sums` if they are several.
-    owned: whether this rank's portion, among its replicas, is the one that counts (gradient norm, checkpoint).
+    copies: the axes over which ranks hold the same portion.
     params: the buffer; that of a sliced group has memory only while it is gathered. previous: that of the version
     before, where there are two; else the same. grads: all gradients, in their
     dtype, where they are kept in full, else [0].
@@ -162,11 +162,16 @@ class Group:
     shard: Axis
     sums: tuple[Axis, ...]
     holders: Axis
-    owned: bool
+    copies: tuple[Axis, ...]
     params: Tensor = field(init=False)
     previous: Tensor = field(init=False)
     grads: Tensor = field(init=False)
     buckets: list[Bucket] = field(init=False)
+
+    @property
+    def owned(self) -> bool:
+        """Whether this rank's portion, among its copies, is the one that counts (in the gradient norm, say)."""
+        return all(axis.index == 0 for axis in self.copies)
 
     @property
     def sliced(self) -> bool:
@@ -309,8 +314,8 @@ def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy)
     for slot in slots:
         slot.first, slot.last = end, end + slot.param.numel()
         end += -(-slot.param.numel() // ALIGN) * ALIGN
-    owned = all(axis.index == 0 for axis in copies)
-    group = Group(key, slots, end, policy.shard, tuple(axis for axis in sums if axis.size > 1), holders, owned)
+    several = tuple(axis for axis in sums if axis.size > 1)
+    group = Group(key, slots, end, policy.shard, several, holders, tuple(copies))
     group.numel = max(1, -(-end // group.granule)) * group.granule
     return group
 

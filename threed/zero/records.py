@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -50,13 +51,40 @@ class Record:
         return slice_[self.offset : self.offset + self.box.numel].view(self.box.size)
 
 
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """Elements of the part `part` of a global tensor: `numel` of them, at `offset` of a state's tensor."""
+
+    part: str
+    name: str
+    state: State
+    offset: int
+    numel: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.state.storages[self.part].dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def of(self, slice_: Tensor) -> Tensor:
+        """Returns the elements [numel], as a view of the state's tensor [n]."""
+        return slice_[self.offset : self.offset + self.numel]
+
+
+R = TypeVar("R", Record, Extent)
+
+
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
     """Yields every box this rank holds, part by part within each run, in buffer order; by default all parts."""
-    for state in _states(optimizer):
+    for state in states(optimizer):
         yield from _records_of(state, parts)
 
 
-def _states(optimizer: Optimizer) -> list[State]:
+def states(optimizer: Optimizer) -> list[State]:
+    """Returns the states of everything this rank updates, of frozen parameters, and of the version before."""
     earlier = optimizer.versions.earlier if optimizer.versions else []
     return [*optimizer.states, *optimizer.frozen, *earlier]
 
@@ -68,8 +96,9 @@ def _records_of(state: State, parts: tuple[str, ...] | None) -> Iterator[Record]
             yield from (Record(part, run.piece, box, state, run.offset + box.offset) for part in wanted)
 
 
-def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
-    """Yields records with their values [*box.size]: views of this rank's state, valid until the next iteration."""
+def read(optimizer: Optimizer, wanted: Iterable[R]) -> Iterator[tuple[R, Tensor]]:
+    """Yields records with their values [*box.size], or extents with theirs [numel]: views of this rank's state, valid
+    until the next iteration."""
     optimizer.flush()
     by_state = [(state, list(some)) for state, some in groupby(wanted, key=lambda record: record.state)]
     fetched = ((state, state.fetch(dict.fromkeys(record.part for record in some))) for state, some in by_state)
@@ -84,8 +113,19 @@ def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Recor
 def fill(
     optimizer: Optimizer, source: Callable[[str, Piece, Box], Tensor], parts: tuple[str, ...] | None = None
 ) -> None:
-    """Sets every box this rank holds from `source(part, piece, box)` [*box.size] and gathers the parameters. Where
-    there are two versions of them and one is set, the other becomes the same."""
+    """Sets every box this rank holds from `source(part, piece, box)` [*box.size], as `fill_in_place` does."""
+
+    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
+        out.copy_(source(part, piece, box))
+
+    fill_in_place(optimizer, write, parts)
+
+
+def fill_in_place(
+    optimizer: Optimizer, write: Callable[[str, Piece, Box, Tensor], None], parts: tuple[str, ...] | None = None
+) -> None:
+    """Calls `write(part, piece, box, out)` for every box this rank holds, to set out [*box.size], and gathers the
+    parameters. Where there are two versions of them and one is set, the other becomes the same."""
     if parts is None:
         optimizer.discard()
     else:
@@ -95,11 +135,11 @@ def fill(
     with optimizer.changing():
         optimizer.gatherer.settle()  # a gather in flight may still read what is written here
         optimizer.gatherer.release_all()  # what is gathered now would be stale
-        for state in _states(optimizer):
+        for state in states(optimizer):
             wanted = [part for part in state.storages if parts is None or part in parts]
             with optimizer.held(state, wanted, write=True) as held:
                 for record in _records_of(state, parts):
-                    record.of(held[record.part]).copy_(source(record.part, record.piece, record.box))
+                    write(record.part, record.piece, record.box, record.of(held[record.part]))
         optimizer.gatherer.complete()
         optimizer.gatherer.settle()
         if optimizer.versions is not None:

@@ -1,8 +1,8 @@
 """The optimizer's states as they were at one moment, while training goes on and changes them.
 
-    snapshot = Snapshot(records, optimizer, room)     the moment; a GPU begins to copy
+    snapshot = Snapshot(extents, optimizer, room)     the moment; a GPU begins to copy
     optimizer.before_change = snapshot.release        an update waits, bucket by bucket, for what is not safe yet
-    for values in snapshot.values(): ...              in a thread of its own: those of the records, in order
+    for values in snapshot.values(): ...              in a thread of its own: those of the extents, in order
 
 A state is safe to change once it was copied, or written. What is copied, when, and into how much memory:
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -26,15 +26,14 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from threed.config import CheckpointConfig
 from threed.device import beside, copy_stream, current_stream, is_accelerator
 from threed.memory import pool
 from threed.memory.io import Transfer
-from threed.memory.tiers import OnDrive, Storage
-from threed.zero.layout import Layout, Policy
+from threed.memory.tiers import OnDrive
+from threed.zero.layout import Policy
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import Record
-from threed.zero.state import WEIGHT, State
+from threed.zero.records import Extent
+from threed.zero.state import State
 
 WINDOW = 2  # slices in the window
 LINE = 4096  # bytes: parts of a slice start at multiples, as direct I/O wants them
@@ -48,17 +47,30 @@ class GivenUp(RuntimeError):
     """The snapshot ended before all of it was read."""
 
 
-def nbytes_of(state: State) -> int:
-    """The bytes of a copy of a state."""
-    return sum(_aligned(_place(storage).nbytes) for storage in state.storages.values())
+def _ranges(extents: Iterable[Extent]) -> dict[str, tuple[int, int]]:
+    """Returns the elements [first, last) of each part of a state that extents span."""
+    found: dict[str, tuple[int, int]] = {}
+    for one in extents:
+        first, last = found.get(one.part, (one.offset, one.offset))
+        found[one.part] = min(first, one.offset), max(last, one.offset + one.numel)
+    return found
+
+
+def _places(state: State, ranges: Mapping[str, tuple[int, int]]) -> dict[str, Tensor | OnDrive]:
+    """Returns where these elements are: a drive's all together."""
+    found = {}
+    for part, (first, last) in ranges.items():
+        storage = state.storages[part]
+        found[part] = storage if isinstance(storage, OnDrive) else storage.fetch().wait()[first:last]
+    return found
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // LINE) * LINE
 
 
-def _place(storage: Storage) -> Tensor | OnDrive:
-    return storage if isinstance(storage, OnDrive) else storage.fetch().wait()
+def _size(places: Iterable[Tensor | OnDrive]) -> int:
+    return sum(_aligned(place.nbytes) for place in places)
 
 
 def is_copied(state: State, policy: Policy, gpu: bool) -> bool:
@@ -69,21 +81,14 @@ def is_copied(state: State, policy: Policy, gpu: bool) -> bool:
     return gpu and not (group.sliced and policy.params_tier is not None)
 
 
-def copy_bytes(states: Iterable[State], policy: Policy, gpu: bool) -> int:
-    """The bytes of the host's memory that a save takes: a copy of what is on the device, and a window for the rest."""
-    owned = [state for state in states if state.bucket.group.owned]
+def copy_bytes(extents: Iterable[Extent], policy: Policy, gpu: bool) -> int:
+    """The bytes of the host's memory that a save of them takes: a copy of what is on the device, and a window for the
+    rest."""
     copied, rest = list[int](), list[int]()
-    for state in owned:
-        (copied if is_copied(state, policy, gpu) else rest).append(nbytes_of(state))
+    for state, some in groupby(extents, lambda one: one.state):
+        size = _size(_places(state, _ranges(some)).values())
+        (copied if is_copied(state, policy, gpu) else rest).append(size)
     return sum(copied) + (WINDOW * max(copied + rest) if rest else 0)
-
-
-def save_bytes(asked: CheckpointConfig, layout: Layout, states: Sequence[State], gpu: bool) -> int:
-    """The same as a forecast, of what is saved with these states of a layout; none where training waits for saves."""
-    if not asked.every or asked.async_ is False:
-        return 0
-    others = [*layout.frozen, *(layout.buckets if layout.policy.versions > 1 else ())]
-    return copy_bytes([*states, *(State(b, {WEIGHT: b.storage}) for b in others)], layout.policy, gpu)
 
 
 class Room:
@@ -92,7 +97,7 @@ class Room:
 
     def __init__(self, whole: bool) -> None:
         self.whole = whole
-        self._own: dict[State, Tensor] = {}
+        self._own: dict[tuple[State, int], Tensor] = {}
         self._window: list[Tensor | None] = [None] * WINDOW
         self._size = 0
 
@@ -114,9 +119,10 @@ class Room:
     def of(self, item: _Item) -> Tensor:
         """The memory of a place that was taken, uint8 [n]."""
         if self.whole and item.eager:
-            if item.state not in self._own:
-                self._own[item.state] = pool.host_buffer(item.nbytes)
-            return self._own[item.state]
+            key = (item.state, item.nbytes)
+            if key not in self._own:
+                self._own[key] = pool.host_buffer(item.nbytes)
+            return self._own[key]
         if item.buffer is None:
             item.buffer = pool.host_buffer(self._size)
         return item.buffer
@@ -130,15 +136,16 @@ class Room:
 
 @dataclass(eq=False)
 class _Item:
-    """A state of the snapshot. parts: where its values are. eager: it is copied at once. on_gpu: the thread cannot read
-    it where it is.
+    """A state of the snapshot. parts: where its values are, from the element of `first` on. eager: it is copied at
+    once. on_gpu: the thread cannot read it where it is.
 
     safe: it may change. busy: somebody copies it, or writes it from where it is.
     """
 
     state: State
-    records: list[Record]
+    extents: list[Extent]
     parts: dict[str, Tensor | OnDrive]
+    first: dict[str, int]
     nbytes: int
     eager: bool
     on_gpu: bool
@@ -151,58 +158,63 @@ class _Item:
 
 
 class Snapshot:
-    """The values of some records at the moment when it is made. Updates must be done, and nothing kept in buffers.
+    """The values of some extents at the moment when it is made. Updates must be done, and nothing kept in buffers.
 
     waited_s: seconds for which updates waited for it, or copied for it.
     """
 
-    def __init__(self, wanted: Sequence[Record], optimizer: Optimizer, room: Room) -> None:
+    def __init__(self, wanted: Sequence[Extent], optimizer: Optimizer, room: Room) -> None:
         self._room, self._policy, self._device = room, optimizer.layout.policy, optimizer.updates.device
         self.waited_s = 0.0
         self._changed = threading.Condition()
         self._over = False
         self._reading: Tensor | None = None  # a buffer for a drive's values
-        self._items = [self._item(state, list(some)) for state, some in groupby(wanted, lambda record: record.state)]
-        self._of = {item.state: item for item in self._items}
+        self._items = [self._item(state, list(some)) for state, some in groupby(wanted, lambda one: one.state)]
+        self._of: dict[State, list[_Item]] = {}
+        for item in self._items:
+            self._of.setdefault(item.state, []).append(item)
         room.begin(self._items)
-        turn = [self._of[state] for state in reversed(optimizer.states) if state in self._of]  # as updates come
-        self._eager = [item for item in turn if item.eager] + [i for i in self._items if i.eager and i not in turn]
+        turn = [item for state in reversed(optimizer.states) for item in self._of.get(state, ())]  # as updates come
+        self._eager = [i for i in turn if i.eager] + [i for i in self._items if i.eager and i not in turn]
         # Through a window the copies of a GPU come in the order in which they are written: else it would fill up with
         # what is written last, and nothing could be written.
         self._queue = [item for item in (self._eager if room.whole else self._items) if item.on_gpu]
         self._copy_ahead()
 
-    def _item(self, state: State, some: list[Record]) -> _Item:
-        parts = {part: _place(state.storages[part]) for part in dict.fromkeys(record.part for record in some)}
+    def _item(self, state: State, some: list[Extent]) -> _Item:
+        ranges = _ranges(some)
+        parts = _places(state, ranges)
+        first = {part: 0 if isinstance(parts[part], OnDrive) else begin for part, (begin, _) in ranges.items()}
         before = {part: place.writing for part, place in parts.items() if isinstance(place, OnDrive)}
         on_gpu = any(isinstance(place, Tensor) and is_accelerator(place.device) for place in parts.values())
         eager = on_gpu or (self._room.whole and is_copied(state, self._policy, gpu=False))
-        return _Item(state, some, parts, nbytes_of(state), eager, on_gpu, before=before)
+        return _Item(state, some, parts, first, _size(parts.values()), eager, on_gpu, before=before)
 
     # -------------------------------------------------------------------------------------------------------- updates
 
     def release(self, state: State) -> None:
         """Waits until a state may change; copies it here if nobody has, and there is room."""
-        item = self._of.get(state)
-        if item is None or (item.safe and item.copied is None):
-            return
         began = time.perf_counter()
+        for item in self._of.get(state, ()):
+            self._release(item)
+        self.waited_s += time.perf_counter() - began
+
+    def _release(self, item: _Item) -> None:
         while not item.safe:
             if (next_one := self._claim_for(item)) is not None:
                 self._copy(next_one)
         if (copied := item.copied) is not None:
             current_stream(self._device).wait_event(copied)
-        self.waited_s += time.perf_counter() - began
 
     def release_all(self) -> None:
         """Waits until every state may change."""
         for item in self._items:
-            self.release(item.state)
+            self._release(item)
 
     def copy_rest(self) -> None:
         """Copies what is left of a GPU's slices, as there is room for them."""
         for item in self._queue:
-            self.release(item.state)
+            self._release(item)
 
     def _claim_for(self, item: _Item) -> _Item | None:
         """Returns what this thread has to copy so that the item gets safe; None after waiting for another thread."""
@@ -266,8 +278,8 @@ class Snapshot:
     # -------------------------------------------------------------------------------------------------------- reading
 
     def values(self) -> Iterator[Tensor]:
-        """Yields the values [*box.size] of every record, in order: views that are valid until the next one. For one
-        other thread than that of the updates; GivenUp where the snapshot was ended."""
+        """Yields the values [numel] of every extent, in order: views that are valid until the next one. For one other
+        thread than that of the updates; GivenUp where the snapshot was ended."""
         for item in self._eager:
             with self._changed:
                 claimed = not item.on_gpu and self._claim(item)
@@ -275,8 +287,9 @@ class Snapshot:
                 self._copy(item)
         for item in self._items:
             with self._held(item) as parts:
-                for record in item.records:
-                    yield record.of(parts[record.part])
+                for one in item.extents:
+                    at = one.offset - item.first[one.part]
+                    yield parts[one.part][at : at + one.numel]
                     if self._over:  # it may have changed meanwhile
                         raise GivenUp(GIVEN_UP)
 
@@ -313,7 +326,7 @@ class Snapshot:
                 self._changed.wait(POLL_S)
 
     def _where_they_are(self, item: _Item) -> dict[str, Tensor]:
-        drives = sum(_aligned(place.nbytes) for place in item.parts.values() if isinstance(place, OnDrive))
+        drives = _size(place for place in item.parts.values() if isinstance(place, OnDrive))
         if drives and (self._reading is None or self._reading.numel() < drives):
             self._reading = pool.host_buffer(drives)
         found, at = dict[str, Tensor](), 0

@@ -1,0 +1,148 @@
+"""The hashes of a file of tensors: a sha256 that anybody can rely on, and a checksum that is as fast as memory.
+
+    hashing = Hashing(); hashing.update(data); hashing.settle(); hashing.result()      while a file is written
+    tree_hash(path), checksum(path)                                                    of a file that is there
+
+`tree`: the sha256 of the sha256 of each 8 MiB, so that threads share the work. `sum`: the sha256 of two 64-bit sums of
+each 64 KiB (csrc/cpu/checksum.cpp). The latter finds damage, which is what a load looks for; a tree that is part of a
+signed manifest finds forgery too. Without the native library there is no sum, and the tree is looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from threed.native import function
+
+BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16  # bytes hashed by one thread, read at a time, and of a sum
+AHEAD = 8  # blocks that are hashed while more are written
+
+
+class Hashes(NamedTuple):
+    """tree, sum: in hex; sum is None where there is no native library."""
+
+    tree: str
+    sum: str | None
+
+
+@cache
+def threads() -> ThreadPoolExecutor:
+    """Threads for what needs no interpreter: hashing and reading."""
+    return ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))
+
+
+os.register_at_fork(after_in_child=threads.cache_clear)  # threads do not survive a fork
+
+
+def sums(data: bytes | memoryview, instructions: str | None = None) -> bytes:
+    """Returns the sums of each 64 KiB of some bytes, the last of which may be fewer; nothing without the library."""
+    native = function("threed_checksum", "iPqPs")
+    if native is None:
+        return b""
+    given, out = np.frombuffer(data, np.uint8), np.empty(2 * -(-len(data) // CHUNK), np.uint64)
+    path = None if instructions is None else instructions.encode()
+    if native(given.ctypes.data, len(given), out.ctypes.data, path):
+        raise ValueError(f"no {instructions} here")
+    return out.tobytes()
+
+
+def _both(data: memoryview) -> tuple[bytes, bytes]:
+    return hashlib.sha256(data).digest(), sums(data)
+
+
+class Hashing:
+    """The hashes of a stream, whose blocks are hashed by threads: what was given must stay until `settle`."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Future[tuple[bytes, bytes]]] = []
+        self._borrowed: list[Future[tuple[bytes, bytes]]] = []
+        self._open = bytearray()
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Adds bytes."""
+        rest = memoryview(data)
+        while len(rest):
+            some, rest = rest[: BLOCK - len(self._open)], rest[BLOCK - len(self._open) :]
+            if len(some) == BLOCK:
+                self._borrowed.append(self._begin(some))
+                continue
+            self._open += some
+            if len(self._open) == BLOCK:
+                self._close()
+
+    def _close(self) -> None:
+        self._begin(memoryview(self._open))
+        self._open = bytearray()
+        if len(self._blocks) >= AHEAD:
+            self._blocks[-AHEAD].result()  # bounds the memory of blocks that wait
+
+    def _begin(self, data: memoryview) -> Future[tuple[bytes, bytes]]:
+        self._blocks.append(threads().submit(_both, data))
+        return self._blocks[-1]
+
+    def add(self, block: memoryview) -> Future[tuple[bytes, bytes]]:
+        """Adds a whole block, or the last one, instead of `update`: it must stay until what this returns is done."""
+        return self._begin(block)
+
+    def settle(self) -> None:
+        """Waits until nothing of what was given is needed any more."""
+        while self._borrowed:
+            self._borrowed.pop().result()
+
+    def result(self) -> Hashes:
+        """Returns the hashes of all that was given."""
+        if self._open:
+            self._close()
+        pairs = [block.result() for block in self._blocks]
+        tree, total = (hashlib.sha256(b"".join(some)).hexdigest() for some in zip(*pairs, strict=True))
+        return Hashes(tree, total if pairs[0][1] else None)
+
+
+def tree_hash(path: Path) -> str:
+    """Returns the tree of a file. OSError if it cannot be read."""
+    return _of_file(path, lambda pieces: _sha256(pieces))
+
+
+def checksum(path: Path) -> str | None:
+    """Returns the sum of a file, None without the native library. OSError if it cannot be read."""
+    if function("threed_checksum", "iPqPs") is None:
+        return None
+    return _of_file(path, lambda pieces: b"".join(map(sums, pieces)))
+
+
+def _of_file(path: Path, of_block: Callable[[Iterator[memoryview]], bytes]) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        handle, size = file.fileno(), os.fstat(file.fileno()).st_size
+        for block in threads().map(lambda at: of_block(_pieces(handle, at)), range(0, size, BLOCK)):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _pieces(handle: int, at: int) -> Iterator[memoryview]:
+    """Yields the bytes of a block, in one piece of memory that stays in the processor's caches."""
+    piece, end = memoryview(bytearray(PIECE)), at + BLOCK
+    while at < end:
+        filled = 0
+        while filled < PIECE and (read := os.preadv(handle, [piece[filled:]], at + filled)):
+            filled += read
+        if filled:
+            yield piece[:filled]
+        if filled < PIECE:
+            return
+        at += PIECE
+
+
+def _sha256(pieces: Iterator[memoryview]) -> bytes:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()

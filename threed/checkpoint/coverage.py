@@ -1,0 +1,116 @@
+"""Whether the files of a checkpoint hold every element of every tensor exactly once, by their manifest alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+MOST_CORNERS = 2**24  # of the boxes of one tensor: seconds of work
+MOST_WINDOWS = 2**20  # of a section
+Corner = tuple[int, ...]
+
+
+def of_sections(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with the sections of a manifest of version 3, which has the structure of one.
+
+    Files have each number of each section once, lines are cut evenly, their pieces do not overlap there, and are a
+    partition of the tensors.
+    """
+    sections, shapes = manifest["sections"], manifest["shapes"]
+    counts = Counter(tuple(pair) for entry in manifest["files"] for pair in entry["holds"])
+    kept: dict[int, int] = Counter(section for section, _ in counts)
+    for (section, number), count in counts.items():
+        if section >= len(sections) or number >= sections[section]["portions"] * sections[section]["writers"]:
+            yield f"it has no number {number} of section {section}"
+        elif count > 1:
+            yield f"files have number {number} of section {section} twice"
+    found: dict[tuple[str, str], list[tuple[Corner, Corner]]] = defaultdict(list)
+    for number, section in enumerate(sections):
+        portions, wanted = section["portions"], section["portions"] * section["writers"]
+        if kept[number] < wanted:
+            yield f"files have {kept[number]} of {wanted} numbers of section {number}"
+        if len(set(section["parts"])) < len(section["parts"]):
+            yield f"section {number} names a part twice"
+        if sum(line["length"] // line["step"] for line in section["lines"]) > MOST_WINDOWS:
+            yield f"section {number} is cut into too many windows"
+        for line in section["lines"]:
+            if line["length"] % portions or line["step"] % portions:
+                yield f"a line of section {number} is not cut evenly"
+            if problem := _line_problem(line, shapes):
+                yield f"a line of section {number}: {problem}"
+            for name, start, size, _ in line["pieces"]:
+                for part in section["parts"]:
+                    found[part, name].append((start, size))
+    yield from _partition_problems(found, shapes)
+    if unused := set(shapes) - {name for _, name in found}:
+        yield f"it has no values of {min(unused)}"
+
+
+def _line_problem(line: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
+    """Returns what is wrong with the pieces of a line, "" for nothing."""
+    for name, start, size, _ in line["pieces"]:
+        if name not in shapes:
+            return f"{name} has no shape"
+        if not len(start) == len(size) == len(shapes[name]):
+            return f"a piece of {name} has other dimensions than {shapes[name]}"
+    ends = [(at, at + math.prod(size)) for *_, size, at in line["pieces"]]
+    if any(end > first for (_, end), (first, _) in pairwise(ends)) or ends[-1][1] > line["length"]:
+        return "its pieces overlap, or lie beyond its end"
+    return ""
+
+
+def of_boxes(files: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields what is wrong with the boxes of each tensor, of the files of a manifest of version 1 or 2."""
+    found: dict[tuple[str, str], list[tuple[Corner, Corner]]] = defaultdict(list)
+    shapes: dict[str, list[int]] = {}
+    for entry in files:
+        for part, name, shape, start, size in entry["boxes"]:
+            if shapes.setdefault(name, shape) != shape:
+                yield f"{name} has shape {shapes[name]} and shape {shape}"
+            if not len(start) == len(size) == len(shape):
+                yield f"a box of {part} of {name} has other dimensions than {shape}"
+            found[part, name].append((start, size))
+    yield from _partition_problems(found, shapes)
+
+
+def _partition_problems(
+    found: Mapping[tuple[str, str], list[tuple[Corner, Corner]]], shapes: Mapping[str, Sequence[int]]
+) -> Iterator[str]:
+    for (part, name), boxes in found.items():
+        if problem := _problem(shapes[name], boxes):
+            yield problem.format(f"{part} of {name}")
+
+
+def _problem(shape: Sequence[int], boxes: Sequence[tuple[Corner, Corner]]) -> str:
+    """Returns why boxes (start, size) are no partition of a tensor, "" if they are one."""
+    if any(a + n > m for start, size in boxes for a, n, m in zip(start, size, shape, strict=True)):
+        return f"a box of {{}} lies outside of its shape {list(shape)}"
+    found, wanted = sum(math.prod(size) for _, size in boxes), math.prod(shape)
+    if found < wanted:
+        return f"the checkpoint has {found} of {wanted} values of {{}}"
+    cut = [d for d, m in enumerate(shape) if any(size[d] < m for _, size in boxes)]
+    if len(boxes) << len(cut) > MOST_CORNERS:
+        return "{} is cut into too many boxes"
+    return "" if found == wanted and _is_partition(shape, boxes, cut) else "boxes of {} overlap"
+
+
+def _is_partition(shape: Sequence[int], boxes: Sequence[tuple[Corner, Corner]], cut: Sequence[int]) -> bool:
+    """Returns whether boxes hold every element of a tensor exactly once; `cut`: the dimensions that they cut.
+
+    Their indicator functions then add up to that of the tensor. Two sums are the same if their mixed differences are,
+    and those of a box are 1 or -1 at its corners and else 0: so all corners must cancel but those of the tensor.
+    """
+    corners: dict[Corner, int] = defaultdict(int)
+    whole = ((0,) * len(shape), shape)
+    for sign, some in ((1, boxes), (-1, [whole])):
+        for start, size in some:
+            mine: list[tuple[Corner, int]] = [((), sign)]
+            for d in cut:
+                a, b = start[d], start[d] + size[d]
+                mine = [new for at, s in mine for new in (((*at, a), s), ((*at, b), -s))]
+            for at, s in mine:
+                corners[at] += s
+    return not any(corners.values())

@@ -1,0 +1,244 @@
+"""The place of every value in a checkpoint's files, by arithmetic: a manifest says it once, not for each rank.
+
+A line is the flat order of a group of parameters: where each piece of a global tensor lies in it, with gaps between
+them. A section is some lines that are cut in one way: each into windows of `step` elements, each window into
+`portions`, each portion into `writers` parts. So a number of [0, portions x writers) names what one file has of it: of
+every window of every line the elements of the pieces in its part, once for each of the optimizer's parts (weight,
+exp_avg, ...). Only the last window of a line may be shorter.
+
+    section = Section(about)                                   about: as a manifest has it
+    for number, first, last in section.between(line, 0, 100):  which files have what of a line
+        section.offset(number, line, "weight", first)          and where, in elements
+
+What a rank holds by its layout, and what it is to write of it, says `held`: of slices that several ranks hold, each
+writes a part, but no part smaller than 64 MiB, for whoever loads opens all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from threed.checkpoint.files import DTYPES, NAMES
+from threed.sharding import Piece
+from threed.zero.layout import Group, Layout
+from threed.zero.records import Extent
+from threed.zero.state import State
+
+LEAST_BYTES = 2**26  # of a part, where several ranks could write it
+
+
+class Line:
+    """A flat order of pieces: rows (global name, start, size, first element), by rising first element."""
+
+    def __init__(self, length: int, step: int, pieces: Sequence[Sequence[Any]]) -> None:
+        self.length, self.step, self.pieces = length, step, pieces
+        self._firsts = [at for *_, at in pieces]
+        self.numels = [_product(size) for _, _, size, _ in pieces]
+        self._before = list(accumulate(self.numels, initial=0))
+
+    @property
+    def windows(self) -> int:
+        """How many windows it is cut into."""
+        return -(-self.length // self.step)
+
+    def count(self, end: int) -> int:
+        """Returns how many elements of pieces lie below `end`."""
+        number = bisect_right(self._firsts, end) - 1
+        if number < 0:
+            return 0
+        return self._before[number] + min(end - self._firsts[number], self.numels[number])
+
+    def runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Yields the pieces, by number, that meet [first, last), each with the range that they have in common."""
+        number = max(bisect_right(self._firsts, first) - 1, 0)
+        while number < len(self.pieces) and (at := self._firsts[number]) < last:
+            lo, hi = max(first, at), min(last, at + self.numels[number])
+            if lo < hi:
+                yield number, lo, hi
+            number += 1
+
+
+def _product(size: Sequence[int]) -> int:
+    n = 1
+    for length in size:
+        n *= length
+    return n
+
+
+class Section:
+    """Lines that are cut alike. about: what a manifest says of it. digest: of that, so that a file can name it."""
+
+    def __init__(self, about: Mapping[str, Any]) -> None:
+        self.about = about
+        self.parts: list[str] = list(about["parts"])
+        self.dtype: str = about["dtype"]
+        self.portions: int = about["portions"]
+        self.writers: int = about["writers"]
+        self.lines = [Line(line["length"], line["step"], line["pieces"]) for line in about["lines"]]
+        self.digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+        self._bases: dict[int, list[array[int]]] = {}
+
+    def window(self, number: int, line: Line, index: int) -> tuple[int, int]:
+        """Returns the range [first, last) of a line's window that file `number` has."""
+        begin = index * line.step
+        share = (min(begin + line.step, line.length) - begin) // self.portions
+        portion, writer = divmod(number, self.writers)
+        begin += portion * share
+        return begin + share * writer // self.writers, begin + share * (writer + 1) // self.writers
+
+    def at(self, line: Line, element: int) -> tuple[int, int, int]:
+        """Returns which number has an element of a line, and the range of the window that it has."""
+        index = element // line.step
+        begin = index * line.step
+        share = (min(begin + line.step, line.length) - begin) // self.portions
+        portion, inside = divmod(element - begin, share)
+        writer = inside * self.writers // share
+        while share * (writer + 1) // self.writers <= inside:
+            writer += 1
+        number = portion * self.writers + writer
+        return number, *self.window(number, line, index)
+
+    def between(self, line: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Yields the numbers that have the elements [first, last) of a line, each with its range of them, in order."""
+        while first < last:
+            number, _, end = self.at(self.lines[line], first)
+            yield number, first, min(end, last)
+            first = end
+
+    def offset(self, number: int, line: int, part: str, element: int) -> int:
+        """Returns where, in elements, file `number` has an element of a line, which lies in a piece."""
+        here = self.lines[line]
+        first, last = self.window(number, here, element // here.step)
+        before = here.count(first)
+        base = self._base(number)[line][element // here.step]
+        return base + self.parts.index(part) * (here.count(last) - before) + here.count(element) - before
+
+    def numel(self, number: int) -> int:
+        """Returns how many elements file `number` has, of all parts."""
+        base = self._base(number)
+        return base[-1][-1]
+
+    def _base(self, number: int) -> list[array[int]]:
+        """Returns where each window of each line begins in file `number`, and at last where the file ends."""
+        if number not in self._bases:
+            end, found = 0, []
+            for line in self.lines:
+                starts = array("q")
+                for index in range(line.windows):
+                    starts.append(end)
+                    first, last = self.window(number, line, index)
+                    end += (line.count(last) - line.count(first)) * len(self.parts)
+                found.append(starts)
+            found[-1].append(end)
+            self._bases[number] = found
+        return self._bases[number]
+
+
+# ------------------------------------------------------------------------------------------------- what a rank holds
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A section that a rank holds a portion of, which is one of several `copies`; this one is number `copy` of them.
+
+    states: of every line, in the order of its windows. shapes: of the global tensors, by name.
+    """
+
+    section: Section
+    portion: int
+    copies: int
+    copy: int
+    states: list[list[State]]
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def number(self) -> int | None:
+        """What of the section this rank writes; None if others write all of its portion."""
+        writers = self.section.writers
+        # Not always the first copies, nor the same ones: by the portion, and by what the section is.
+        turn = zlib.crc32(self.section.digest.encode()) + self.portion
+        places = ((writer * self.copies // writers + turn) % self.copies for writer in range(writers))
+        return next((self.portion * writers + w for w, place in enumerate(places) if place == self.copy), None)
+
+    @property
+    def numel(self) -> int:
+        """Elements to be written."""
+        number = self.number
+        return 0 if number is None else self.section.numel(number)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to be written."""
+        return self.numel * DTYPES[self.section.dtype].itemsize
+
+    def extents(self) -> Iterator[Extent]:
+        """Yields what is to be written, in order."""
+        number = self.number
+        for line, states in zip(self.section.lines, self.states, strict=True):
+            for index, state in enumerate(states if number is not None else ()):
+                assert number is not None
+                runs = list(line.runs(*self.section.window(number, line, index)))
+                origin = state.bucket.portion_first
+                for part in self.section.parts:
+                    for piece, lo, hi in runs:
+                        yield Extent(part, line.pieces[piece][0], state, lo - origin, hi - lo)
+
+
+def held(layout: Layout, states: Iterable[State]) -> list[Held]:
+    """Returns the sections of some states that this rank holds portions of, alike on all that hold them."""
+    by_group: dict[Group, dict[tuple[str, ...], list[State]]] = {group: {} for group in layout.groups}
+    for state in states:
+        by_group[state.bucket.group].setdefault(tuple(state.storages), []).append(state)
+    kinds: dict[tuple[Any, ...], list[tuple[Group, list[State]]]] = {}
+    for group, some in by_group.items():
+        for mine in some.values() if any(True for _ in _pieces(group)) else ():
+            mine.sort(key=lambda state: state.bucket.first)
+            for dtype, parts in _by_dtype(mine[0]).items():
+                sizes = (group.shard.size, group.holders.size, *(axis.size for axis in group.copies))
+                kind = (parts, dtype, sizes, group.key.replicated, group.key.tied)
+                kinds.setdefault(kind, []).append((group, mine))
+    return [_held(parts, dtype, members) for (parts, dtype, *_), members in kinds.items()]
+
+
+def _by_dtype(state: State) -> dict[torch.dtype, tuple[str, ...]]:
+    dtypes = {part: storage.dtype for part, storage in state.storages.items()}
+    return {dtype: tuple(p for p, d in dtypes.items() if d == dtype) for dtype in dtypes.values()}
+
+
+def _held(parts: tuple[str, ...], dtype: torch.dtype, members: list[tuple[Group, list[State]]]) -> Held:
+    first = members[0][0]
+    portions, copies = first.shard.size * first.holders.size, 1
+    portion, copy = first.shard.index * first.holders.size + first.holders.index, 0
+    for axis in first.copies:
+        copies, copy = copies * axis.size, copy * axis.size + axis.index
+    nbytes = sum(group.numel for group, _ in members) // portions * len(parts) * dtype.itemsize
+    lines = [
+        {
+            "length": group.numel,
+            "step": states[0].bucket.last - states[0].bucket.first,
+            "pieces": [[p.name, list(p.start), list(p.size), at] for p, at in _pieces(group)],
+        }
+        for group, states in members
+    ]
+    writers = min(copies, max(1, -(-nbytes // LEAST_BYTES)))
+    about = {"parts": list(parts), "dtype": NAMES[dtype], "portions": portions, "writers": writers, "lines": lines}
+    shapes = {piece.name: piece.shape for group, _ in members for piece, _ in _pieces(group)}
+    return Held(Section(about), portion, copies, copy, [states for _, states in members], shapes)
+
+
+def _pieces(group: Group) -> Iterator[tuple[Piece, int]]:
+    """Yields the pieces of a group that have elements, and where they begin."""
+    for slot in group.slots:
+        for piece in slot.spec.pieces:
+            if piece.numel:
+                yield piece, slot.first + piece.offset
