@@ -101,7 +101,7 @@ def test_what_is_saved_is_what_was_there(name: str, room: int, tmp_path: Path) -
 
 SNAPSHOT = "threed.zero.snapshot:Snapshot"
 FAULTS: list[tuple[Plant, bool]] = [
-    (Changed(SNAPSHOT, "release", "current_stream(self._device).wait_event(copied)"), False),
+    (Changed(SNAPSHOT, "_release", "current_stream(self._device).wait_event(copied)"), False),
     (Changed(SNAPSHOT, "_held", "item.copied.synchronize()"), True),
 ]
 
