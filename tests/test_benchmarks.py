@@ -185,6 +185,16 @@ def test_the_drive_and_adam_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_checkpoints_are_measured_beside_the_peers(tmp_path: Path) -> None:
+    sizes = ("--layers", "2", "--hidden", "64", "--seq", "16", "--rounds", "1")
+    found = {record["way"]: record for record in records("checkpoint.py", *sizes, "--folder", str(tmp_path))}
+    assert {"memcpy", "steps", "threed save", "threed start_save", "dcp.async_save", "torch.save"} <= set(found)
+    assert found["threed start_save"]["durable_s"] > found["threed start_save"]["blocked_s"] > 0
+    assert found["steps"]["steps_beside"] >= 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 def test_pipelines_are_measured_beside_what_their_plans_promise() -> None:
     (record,) = run.run_suite("pp2_zb-v", options(only=["torch_zb-v", "threed_zb-v"]))

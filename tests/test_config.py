@@ -28,7 +28,7 @@ CONTRACT = {
     "train": "steps stop-after global-batch micro-batch seed eval-every grad-clip",
     "optim": "name lr min-lr warmup schedule betas momentum eps weight-decay groups",
     "data": "path tokenizer split",
-    "checkpoint": "every keep async resume export-hf",
+    "checkpoint": "every keep keep-every async write-limit-mib resume export-hf",
     "log": "every wandb project profile-steps",
     "run": "dir name",
 }
@@ -363,7 +363,7 @@ def test_what_works_is_not_refused(line: str, world: int) -> None:
 @pytest.mark.parametrize(
     "line",
     """--parallel.cp 2|--parallel.ep 2|--parallel.chunks 2
-    --precision.dtype fp8|--checkpoint.async true""".replace("\n", "|").split("|"),
+    --precision.dtype fp8""".replace("\n", "|").split("|"),
 )
 def test_a_feature_that_is_not_there_is_refused_by_name(line: str) -> None:
     flag, value = line.split()

@@ -16,7 +16,6 @@ from threed.models import Wrapped
     ("group", "changes", "named"),
     [
         ("parallel", {"cp": 2}, "--parallel.cp 2"),
-        ("checkpoint", {"async_": True}, "--checkpoint.async true"),
         ("precision", {"dtype": "fp8"}, "--precision.dtype fp8"),
     ],
 )

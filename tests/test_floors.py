@@ -59,6 +59,7 @@ FLOORS = {
     "threed.forecast": 6,
     "threed.recheck": 6,
     "threed.sampling": 6,
+    "threed.saves": 6,
     "threed.final_report": 6,
     "threed.testing": 6,
     "threed.preemption": 6,

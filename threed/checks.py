@@ -50,7 +50,6 @@ _OTHERS = (
     Refusal("parallel", "cp", (1,), "context parallelism"),
     Refusal("parallel", "ep", (1,), "expert parallelism"),
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
-    Refusal("checkpoint", "async_", (False,), "saving while training goes on"),
 )
 LAYER_MAJOR = ("1f1b", "gpipe")  # on one stage the same: no bubble, whatever comes first
 REFUSALS = (*_OTHERS, *_of_schedule("interleaved"))
@@ -82,7 +81,16 @@ def find_problems(
         machines = local_world not in (None, world_size)
         how = f"--nnodes × --nproc-per-node, now {local_world} on this machine" if machines else "--nproc-per-node"
         problems.append(f"{error} (torchrun {how})")
-    alone = (_check_loss_scale, _check_heads, _check_layers, _check_sequence, _check_run, _check_recheck, _check_export)
+    alone = (
+        _check_loss_scale,
+        _check_heads,
+        _check_layers,
+        _check_sequence,
+        _check_run,
+        _check_recheck,
+        _check_export,
+        _check_saves,
+    )
     for check in alone:
         problems += check(config)
     problems += find_model_problems(config.model)
@@ -371,6 +379,14 @@ def _check_run(config: Config) -> Iterator[str]:
         yield f"--train.stop-after {stop} is past --train.steps {steps}: use at most {steps}, or --train.steps {stop}"
     if optim.min_lr is not None and optim.min_lr > optim.lr:
         yield f"--optim.min-lr {optim.min_lr:g} is above --optim.lr {optim.lr:g}: use at most {optim.lr:g}"
+
+
+def _check_saves(config: Config) -> Iterator[str]:
+    c = config.checkpoint
+    for key, value in (("async", c.async_ is True), ("keep-every", c.keep_every)):
+        if value and not c.every:
+            given = f"--checkpoint.{key} {_as_written(value)} with --checkpoint.every 0"
+            yield f"{given}: only the end is saved then, where nothing goes on; give --checkpoint.every too"
 
 
 def _check_export(config: Config) -> Iterator[str]:

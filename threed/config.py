@@ -264,7 +264,13 @@ class CheckpointConfig(_Group):
 
     every: Natural = Field(0, description="steps between checkpoints; 0: only at the end")
     keep: Count = Field(2, description="newest good checkpoints kept")
-    async_: Switch = Field(False, description="write while training goes on")
+    keep_every: Natural = Field(0, description="steps between checkpoints that are kept for good besides; 0: none")
+    async_: AutoSwitch = Field(
+        "auto", description="write while training goes on, from a copy; auto: if there is memory for it"
+    )
+    write_limit_mib: MemorySize | None = Field(
+        None, description="most MiB a second that the ranks of a machine write of a checkpoint together; none: no limit"
+    )
     resume: Text = Field(
         "auto",
         description="auto: the run's newest good checkpoint if any; none; or the path of a checkpoint, or of a Hugging"

@@ -4,6 +4,7 @@
     engine  = Engine(model, topo, config)
     metrics = engine.step(batch)            # this data rank's share of the global batch; one optimizer step
     engine.evaluate(batch) · engine.logits(tokens) · engine.save(path) · engine.load(path) · engine.full_state_dict()
+    save    = engine.start_save(path) · save.wait()     # written while training goes on
 
 One step: the global number of valid tokens -> the plan's forwards and backwards, gradients leaving bucket by bucket ->
 norm -> AdamW on this rank's slices -> parameters gathered while the next forward begins. No tensor's value is read on
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from threed import buffers, collectives
 from threed.batches import Batch, Batches
 from threed.checkpoint import fit, hf_import, native, writing
+from threed.checkpoint.beside import Save, Saver
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.hf_folder import is_hf_folder
 from threed.checks import find_refusals
@@ -106,6 +108,7 @@ class Engine:
             delayed=config.zero.delayed_update, optimistic=blueprint.optimistic,
             max_spike=config.train.max_norm_spike,
         )  # fmt: skip
+        self.saver = Saver(self.optimizer, topology, self.config)
         self.asynchronous: Asynchronous | None = None
         if blueprint.plan.asynchronous:
             self.asynchronous = Asynchronous(blueprint.lowered, self.reducer, self.optimizer)
@@ -349,18 +352,33 @@ class Engine:
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
         """Writes a checkpoint folder at `path`, whole or not at all; `extra` is kept in its manifest."""
+        self.saver.end()
+        state = self._counters(extra)
+        return writing.save(Path(path), self.optimizer, self.topology, self.config, state, self.extras)
+
+    def start_save(
+        self, path: str | Path, extra: Mapping[str, Any] | None = None, published: Callable[[], None] | None = None
+    ) -> Save:
+        """Begins to write a checkpoint, of this step, while training goes on; `Save.wait` before the program ends. One
+        at a time: waits for the one before. published: called in a thread of the first rank, once it is whole."""
+        state, now = self._counters(extra), self.wrapped is not None  # whose parameters anybody may change
+        return self.saver.start(Path(path), state, self.extras, now=now, published=published)
+
+    def _counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a manifest says of this moment, which is after the last update. Collective."""
         self._take_in()
         learnt = collectives.exchange(self.reducer.learnt(), self.topology.axis("pp"))
         uses = {name: count for stage in learnt for name, count in stage.items()}
         state = {"steps": self.steps, "consumed": self.consumed, "extra": dict(extra or {}), "uses": uses}
         if self.optimizer.unused is not None:
             state["unused"] = self.optimizer.unused.state()
-        return writing.save(Path(path), self.optimizer, self.topology, self.config, state, self.extras)
+        return state
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Takes weights, moments, buffers and counters from a checkpoint of any topology, or weights alone from a
         Hugging Face folder; gives back what was saved as extra. CheckpointError, before anything is overwritten, when
         names or shapes are another model's."""
+        self.saver.end()
         self._take_in()
         read = hf_import.load if is_hf_folder(Path(path)) else native.load
         state = read(Path(path), self.optimizer, self.topology, self.config, self.extras)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.blueprint import Blueprint
+from threed.checkpoint.beside import save_bytes
 from threed.checks import LAYER_MAJOR
 from threed.config import Config, ConfigError
 from threed.device import peak_bytes, reset_peak
@@ -49,8 +50,9 @@ STEADY = 3  # rounds after which one more finds the buffers that it needs
 
 @dataclass(frozen=True)
 class Footprint:
-    """bytes: parameters, gradients, optimizer, activations, buffers, their sum as `peak`; what is kept elsewhere than
-    on the device is `offloaded`, if there is any. sends: bytes over tp, pp, dp and cp in a step."""
+    """bytes: parameters, gradients, optimizer, activations, buffers, `saving` where checkpoints are written beside
+    training, their sum as `peak`; what is kept elsewhere than on the device is `offloaded`, if there is any. sends:
+    bytes over tp, pp, dp and cp in a step."""
 
     bytes: dict[str, int]
     sends: dict[str, int]
@@ -130,7 +132,10 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     held["buffers"] = most - kept + _tiles(layout) + _standing(blueprint, chunks)
     sends = {axis: traffic[axis] - before[axis] for axis in AXES}
     _passes_send(blueprint, chunks, sends)
-    elsewhere = held.pop("offloaded") + _kept_elsewhere(blueprint, chunks)
+    elsewhere, gpu = held.pop("offloaded") + _kept_elsewhere(blueprint, chunks), default_device().type == "cuda"
+    saving = save_bytes(config.checkpoint, layout, states, gpu)
+    held |= {"saving": saving} if saving and not gpu else {}
+    elsewhere += saving if gpu else 0
     held["peak"] = sum(held.values())
     return Footprint({**held, **({"offloaded": elsewhere} if elsewhere else {})}, sends)
 

@@ -92,17 +92,18 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         problems = ["--world-size goes with --dry-run; torchrun sets the world size of a run"]
     if problems:
         return refuse(format_problems(problems))
+    words = None if start is None else _words(argv, config, start)
     try:
         cut_later = config.parallel.partition == "measured"  # by the ranks' times: the trainer makes the forecast then
-        _train(config, data, [*prog.split(), *_words(argv, config, start)], None if cut_later else forecast)
+        _train(config, data, [*prog.split(), *(argv if words is None else words)], None if cut_later else forecast)
         code = 0
     except (CheckpointError, RunFolderError) as error:  # the same on every rank
         code = refuse(f"threed: {error}")
     except (BadStepsError, ReplicaError) as error:  # these too
-        code = refuse(f"threed: {error}; {_how_to_go_on(config, start)}")
+        code = refuse(f"threed: {error}; {_how_to_go_on(config, words)}")
     except Preempted as reason:
         write_error_file(str(reason))
-        _say(f"threed: {reason}; {_how_to_go_on(config, start)}")
+        _say(f"threed: {reason}; {_how_to_go_on(config, words)}")
         code = PREEMPTED
     except LostContact:  # which was said by the rank that knows
         code = 1
@@ -110,7 +111,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         print(f"threed: {error}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_how_to_go_on(config, _words(argv, config, start) if start else None)) from None
+        raise KeyboardInterrupt(_how_to_go_on(config, words)) from None
     collectives.leave(code)
     return code
 

@@ -35,6 +35,7 @@ from threed.footprint import measuring
 from threed.forecast import Forecast
 from threed.monitor import Monitor, Throughput, process
 from threed.preemption import Preempted, Stop
+from threed.saves import Saves
 from threed.schedules import Action, span_and_bubble
 from threed.supervision import Supervision
 
@@ -64,8 +65,9 @@ class Trainer:
         self.main = self.topology.rank == 0
         self.folder = Path(self.config.run.dir or "runs")
         self.forecast = (forecast or self._forecast()) if self.main else None
-        self.retention = Retention(self.folder, self.config.checkpoint.keep, self.world)
-        self.last_saved = -1
+        asked = self.config.checkpoint
+        self.retention = Retention(self.folder, asked.keep, self.world, asked.keep_every)
+        self.saves = Saves(engine, self.retention, lambda text: self.monitor.note(text))
         self.saving_s = 0.0
         self.spans: list[Any] = []
         self.peak = self.weighed = 0  # the most bytes of tensors in a step, and which step that was
@@ -92,7 +94,8 @@ class Trainer:
         self.begun_step, self.begun_samples = self.engine.steps, self.engine.consumed
         train = self.config.train
         self.last = last = min(train.steps, train.stop_after or train.steps)
-        writes = self.engine.steps < last or self.engine.steps != self.last_saved  # else it only looks at what is there
+        steps = self.engine.steps
+        writes = steps < last or steps != self.saves.last_saved  # else it only looks at what is there
         aside = self.retention.set_aside(extra.get("path"), self.engine.steps) if writes else ""
         with self._monitor(extra, writes) as self.monitor:
             self.guard = Guard(self.engine, self.monitor.note)
@@ -100,7 +103,9 @@ class Trainer:
             self._loop(last)
             if self.profiler is not None:
                 self._end_profile(self.profiler)
-            if self.engine.steps != self.last_saved:
+            self.heartbeat.beat(self.engine.steps, "save")
+            self.saves.end()
+            if self.engine.steps != self.saves.last_saved:
                 self._save()
             if self.stop and self.engine.steps < last:
                 self._preempted()
@@ -108,13 +113,13 @@ class Trainer:
 
     def _loop(self, last: int) -> None:
         self.stop.now()
-        with Prefetcher(self._fetch, self.engine.steps) as batches:
+        with Prefetcher(self._fetch, self.engine.steps) as batches, self.engine.saver.ending():
             while self.engine.steps < last and not self.stop:
                 self._one_step(batches)
 
     def _preempted(self) -> None:
         """Leaves word in the run folder that the run was asked to end; raises Preempted."""
-        path, step = self.checkpoint(self.last_saved), self.engine.steps
+        path, step = self.checkpoint(self.saves.last_saved), self.engine.steps
         if self.main:
             preemption.mark(self.folder, step, self.stop.reason, path, job_name(), self.world.size)
         raise Preempted(f"preempted by {self.stop.reason} after step {step}, which is saved")
@@ -135,7 +140,7 @@ class Trainer:
                 problems.append(str(error))
                 continue
             if self.retention.trust(Path(path)) == self.checkpoint(self.engine.steps).name:
-                self.last_saved = self.engine.steps
+                self.saves.last_saved = self.engine.steps
             return {**extra, "path": Path(path), "problems": problems}
         if problems:
             none = "no checkpoint of this run can be read; --checkpoint.resume none starts anew and keeps them aside"
@@ -311,30 +316,22 @@ class Trainer:
 
     def _save_if_due(self, step: int) -> float:
         every, begin = self.config.checkpoint.every, time.perf_counter()
+        self.saves.look()
         due = self.guard.owed or (every and step % every == 0)
         if due and not self.stop and not self.guard.puts_off():
-            self._save()
+            self._save(beside=step < self.last)
             self.stop.now()  # else a run that was asked meanwhile would save twice
         return time.perf_counter() - begin
 
-    def _save(self) -> None:
-        """A checkpoint of this step; once it is whole, the oldest ones beyond `keep` go."""
+    def _save(self, beside: bool = False) -> None:
+        """A checkpoint of this step. beside: it may be written while training goes on."""
         step = self.engine.steps
         self.guard.compare(saving=True)
         self.heartbeat.beat(step, "save")
+        self.saves.end()
         self.owner.check()
-        path = self.checkpoint(step)
-        try:
-            self.engine.save(path, self._beside())
-        except CheckpointError as error:
-            if step >= self.last or self.stop:
-                raise
-            self.monitor.note(f"no checkpoint of step {step}: {error}; training goes on")
-            return
-        self.last_saved = step
-        self.retention.trust(path)
-        for problem in self.retention.prune() if not self.engine.bad_steps() else ():
-            self.monitor.note(f"a checkpoint that does not count: {problem}")
+        may_fail = step < self.last and not self.stop
+        self.saves.save(self.checkpoint(step), self._beside(), beside=beside, may_fail=may_fail)
 
     def _beside(self) -> dict[str, Any]:
         """What a checkpoint keeps for the next run and for exports, beside the engine's state."""
@@ -361,7 +358,7 @@ class Trainer:
         plan = self.engine.blueprint.plan
         drawn = final_report.draw(self.folder, self.data, self.forecast, plan, self.spans, memory)
         made = [("figures", path) for path in drawn]
-        made += [("metrics", self.folder / "metrics.jsonl"), ("checkpoint", self.checkpoint(self.last_saved))]
+        made += [("metrics", self.folder / "metrics.jsonl"), ("checkpoint", self.checkpoint(self.saves.last_saved))]
         if self.config.checkpoint.export_hf:
             made.append(("export", export_hf(made[-1][1], self.folder / "hf", self.data.tokenizer)))
         if text:

@@ -100,6 +100,10 @@ class Hashing:
         self._blocks.append(threads().submit(_both, data))
         return self._blocks[-1]
 
+    def add(self, block: memoryview) -> Future[tuple[bytes, bytes]]:
+        """Adds a whole block, or the last one, instead of `update`: it must stay until what this returns is done."""
+        return self._begin(block)
+
     def settle(self) -> None:
         """Waits until nothing of what was given is needed any more."""
         while self._borrowed:

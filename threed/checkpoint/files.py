@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed.atomic import building_place, sync
-from threed.checkpoint.checksum import BLOCK, Hashes, Hashing, threads
+from threed.atomic import building_place
+from threed.checkpoint.checksum import BLOCK, Hashes, threads
+from threed.checkpoint.sink import Sink
 from threed.parse import plain as plain
 
 NAMES = {
@@ -44,27 +45,23 @@ def stream_tensors(
     about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     tensors: Iterable[Tensor],
     metadata: Mapping[str, str] | None = None,
+    limit: float | None = None,
 ) -> Hashes:
     """Writes a safetensors file, flushed to the disk, from tensors that come one by one; returns its hashes.
 
-    about: dtype and shape of each, by name; one may come in several parts, some of its rows at a time.
-    OSError when it cannot be written, ValueError for other tensors than those.
+    about: dtype and shape of each, by name; one may come in several parts, some of its rows at a time. limit: bytes
+    written in a second, at most. OSError when it cannot be written, ValueError for other tensors than those.
     """
-    hashing = Hashing()
-    with path.open("wb") as file:
+    nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in about.values())
+    with Sink(path, nbytes, limit) as sink:
         for part in _parts(about, tensors, metadata or {}):
-            hashing.update(part)
-            file.write(part)
-            hashing.settle()  # the next tensor may take this one's memory
-    sync(path)
-    return hashing.result()
+            sink.write(part)
+    return sink.hashes
 
 
 def _parts(
-    about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    tensors: Iterable[Tensor],
-    metadata: Mapping[str, str],
-) -> Iterator[bytes | memoryview]:
+    about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor], metadata: Mapping[str, str]
+) -> Iterator[bytes | Tensor]:
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, (dtype, shape) in about.items():
@@ -85,7 +82,7 @@ def _parts(
                 raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {(dtype, shape)}")
             left -= tensor.numel()
             complete = left == 0
-            yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     if next(given, None) is not None:
         raise ValueError("more tensors than announced")
 

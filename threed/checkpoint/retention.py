@@ -13,7 +13,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from threed import collectives
@@ -56,15 +56,16 @@ def _step(path: Path) -> int:
 
 
 class Retention:
-    """Keeps the newest `keep` good checkpoints of a run folder.
+    """Keeps the newest `keep` good checkpoints of a run folder, and besides those of steps that `every` divides (0: of
+    none).
 
     Good are those that this run loaded or wrote; of any other the hashes are checked first. A damaged one does not
     count, so no good one is deleted for it: it stays, for inspection, until `keep` good ones are newer, and is then
     deleted as any checkpoint of its age. The newest good one is never deleted.
     """
 
-    def __init__(self, folder: Path, keep: int, everyone: Axis) -> None:
-        self.folder, self.keep, self.everyone = folder, keep, everyone
+    def __init__(self, folder: Path, keep: int, everyone: Axis, every: int = 0) -> None:
+        self.folder, self.keep, self.everyone, self.every = folder, keep, everyone, every
         self._good: dict[str, bool] = {}
 
     def trust(self, path: Path) -> str | None:
@@ -103,10 +104,32 @@ class Retention:
                 self._good[name], problems = not found, problems + found[:1]
             good += self._good[name]
             if good == self.keep:
-                for old in paths[number:]:
-                    shutil.rmtree(old, ignore_errors=True)
+                self._delete(paths[number:])
                 break
         return problems
+
+    def published(self, path: Path) -> None:
+        """Counts a checkpoint that was just written, and prunes where that needs no look at files: not collective, for
+        the first rank, in any thread, while nothing else is done here."""
+        self.trust(path)
+        good, paths = 0, list(candidates(self.folder, "auto"))
+        for number, one in enumerate(paths, 1):
+            if one.name not in self._good:
+                return
+            good += self._good[one.name]
+            if good == self.keep:
+                self._delete(paths[number:])
+                return
+
+    def distrust(self, path: Path) -> None:
+        """Has a checkpoint looked at, should it be there, before it counts."""
+        self._good.pop(path.name, None)
+
+    def _delete(self, paths: Sequence[Path]) -> None:
+        """Deletes checkpoints, on the first rank, but those that are kept for good."""
+        for path in paths:
+            if not (self.every and _step(path) % self.every == 0):
+                shutil.rmtree(path, ignore_errors=True)
 
     def _problems(self, path: Path) -> list[str]:
         """Returns what is wrong with a checkpoint, from every rank's share of its files."""

@@ -13,12 +13,14 @@ in a thread of its own while training goes on. `save` is the four in a row.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -65,8 +67,8 @@ def prepare(
     said, values = extras.entries()
     beside = {key: value.to("cpu", copy=True) for key, value in values.items()}  # the next step may change them
     nbytes = sum(h.nbytes for h in mine) + sum(tensor.nbytes for tensor in beside.values())
-    needed = sum(collectives.exchange(nbytes, everyone))
-    problem, token = _begin(path, needed) if everyone.index == 0 else (None, "")
+    sizes = collectives.exchange(nbytes, everyone)
+    problem, token = _begin(path, sum(sizes)) if everyone.index == 0 else (None, "")
     problem, token = collectives.exchange([problem, token], everyone)[0]
     counters = {"updates": float(optimizer.updates), "skips": float(optimizer.skips), **optimizer.scaler.state()}
     counters |= optimizer.bad.state()
@@ -77,9 +79,10 @@ def prepare(
         "topology": topology.sizes,
         "state": {**state, **counters},
     }
+    limit = _share(config.checkpoint.write_limit_mib, sizes, everyone.index)
     described = mine if topology.axis("dp").index == 0 else []
     mine = [h for h in mine if h.number is not None]
-    saving = Saving(path, everyone, token, mine, described, said, beside, head, problem)
+    saving = Saving(path, everyone, token, mine, described, said, beside, head, problem, limit)
     saving.agree()
     return saving
 
@@ -90,6 +93,13 @@ def _begin(path: Path, needed: int) -> tuple[str | None, str]:
     except (OSError, CheckpointError) as error:
         return str(error), ""
     return None, secrets.token_hex(8)
+
+
+def _share(limit_mib: float | None, sizes: Sequence[int], rank: int) -> float | None:
+    """Returns a rank's share of the bytes that its node may write in a second: so much that all of it end together."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", len(sizes)))
+    node = sum(sizes[rank // here * here :][:here])
+    return None if limit_mib is None or not sizes[rank] else limit_mib * 2**20 * sizes[rank] / node
 
 
 @dataclass(eq=False)
@@ -110,6 +120,8 @@ class Saving:
     beside: dict[str, Tensor]
     head: dict[str, Any]
     problem: str | None = None
+    limit: float | None = None  # bytes that this rank writes in a second, at most
+    given_up: threading.Event = field(default_factory=threading.Event)  # set: do not wait for others any more
 
     @property
     def records(self) -> list[Extent]:
@@ -153,7 +165,7 @@ class Saving:
             return {"sections": sections}
         holds = [[h.section.digest, h.number] for h in self.mine]
         metadata = {str(key): f"{digest} {number}" for key, (digest, number) in enumerate(holds)}
-        hashes = stream_tensors(self.file, about, self._stream(values), metadata)._asdict()
+        hashes = stream_tensors(self.file, about, self._stream(values), metadata, self.limit)._asdict()
         entry = {"file": self.file.name, **hashes, "size": self.file.stat().st_size, "holds": holds, **self.said}
         return {"sections": sections, "entry": entry}
 
@@ -189,7 +201,7 @@ class Saving:
     def commit(self, patience: float = PATIENCE_S) -> str | None:
         """Publishes the folder once every rank has written its part, if this is the first rank; returns what went
         wrong. No collective. patience: seconds to wait for the others."""
-        if self.everyone.index == 0 and self.problem is None:
+        if self.everyone.index == 0:
             try:
                 finish(self.building, self.path, self.head, self._entries(time.monotonic() + patience))
             except (
@@ -210,9 +222,12 @@ class Saving:
         """Returns the entries of all ranks; CheckpointError with what they could not do, or if one does not come."""
         found: list[dict[str, Any]] = []
         for rank in range(self.everyone.size):
+            if rank == self.everyone.index and self.problem is not None:  # others may still write into the folder
+                found.append({"error": self.problem})
+                continue
             file = self._entry_file(rank)
             while not file.exists():
-                if time.monotonic() > end:
+                if time.monotonic() > end or self.given_up.is_set():
                     raise CheckpointError(f"rank {rank} has not written its part of {self.path} in time")
                 time.sleep(POLL_S)
             found.append(json.loads(file.read_text()))

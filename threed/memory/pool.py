@@ -10,7 +10,10 @@ one segment. Torch's CPU allocator aligns to 64 bytes and guarantees no huge pag
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +60,26 @@ def _advise(memory: Any, advice: int, start: int, nbytes: int) -> None:
         memory.madvise(advice, start, nbytes)
     except OSError:  # a kernel without huge pages: slower, not wrong
         return
+
+
+def free_bytes() -> int:
+    """Returns the bytes of host memory that this process could still take: of the machine, and of its control group."""
+    free = [_pages() * mmap.PAGESIZE]
+    with contextlib.suppress(OSError, ValueError, StopIteration), open("/proc/meminfo", encoding="ascii") as lines:
+        free[0] = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    with contextlib.suppress(OSError, ValueError):  # version 2; "max" is no number
+        group = Path("/sys/fs/cgroup")
+        most, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free.append(most - used + int(stat.get("inactive_file", 0)))  # a cache of files makes room
+    return max(0, min(free))
+
+
+def _pages() -> int:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
 
 
 class Pool:

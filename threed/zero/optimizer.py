@@ -81,6 +81,7 @@ class Optimizer:
         self.optimistic = Optimistic(self) if optimistic else None
         self.versions = Versions(layout, gatherer) if layout.policy.versions > 1 else None
         self.unused: Unused | None = None  # set for a wrapped module
+        self.before_change: Callable[[State], None] = lambda state: None  # a save may still read what it is called with
         self._stretches: dict[Bucket, list[Stretch]] = {}
 
     def step(self, gradients: Sequence[Gradient], carry: Tensor) -> Callable[[], Update]:
@@ -123,6 +124,8 @@ class Optimizer:
     def apply(self, gradients: Sequence[Gradient], update: Update, guessed: bool = False) -> None:
         """Counts an update, and begins to do it. guessed: its norm is not known yet; call `bad.observe` when it is."""
         if self.versions is not None:
+            for state in self.versions.earlier:
+                self.before_change(state)
             self.versions.turn()
         self.updates += 1 - update.skip
         self.bad.count(update)
@@ -179,6 +182,7 @@ class Optimizer:
         self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, publish: bool, keep: bool
     ) -> None:
         """Updates one bucket; parameters on the same device are written in the same pass."""
+        self.before_change(state)
         options = state.bucket.group.key.options
         if options.factor != 1.0:
             now = StepScalars(now.lr * options.factor, now.step, now.scale, now.skip)
@@ -225,6 +229,8 @@ class Optimizer:
     @contextmanager
     def held(self, state: State, parts: Iterable[str], write: bool = False) -> Iterator[dict[str, Tensor]]:
         """Yields some parts of a bucket's state to read; with `write` to change: then stores and publishes them."""
+        if write:
+            self.before_change(state)
         buffers = state.fetch(parts)
         try:
             yield {part: staged.wait() for part, staged in buffers.items()}

@@ -1,0 +1,457 @@
+"""A save beside training has what was there when it began, bit for bit; and is whole, or nothing, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.checkpoints import train
+from tests.configs import Case, config_of, engine_of, topology_of
+from tests.harness import run_ranks
+from threed import collectives
+from threed.checkpoint import beside, native, writing
+from threed.checkpoint.beside import save_bytes
+from threed.checkpoint.files import CheckpointError
+from threed.config import Config
+from threed.engine import Engine
+from threed.zero.snapshot import WINDOW, Snapshot
+
+# ------------------------------------------------------------------------------------------------------------ contents
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All files of a folder."""
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def late_thread() -> Any:
+    """Has the thread of a save begin when the next update, in a small model, has long begun."""
+    write = writing.Saving.write
+
+    def wait_and_write(self: writing.Saving, values: Any) -> Any:
+        time.sleep(0.2)
+        return write(self, values)
+
+    return mock.patch.object(writing.Saving, "write", wait_and_write)
+
+
+def slow_thread() -> Any:
+    """Has the thread of a save take its time between tensors: updates come in the middle."""
+    values = Snapshot.values
+
+    def slowly(self: Snapshot) -> Any:
+        for tensor in values(self):
+            time.sleep(0.002)
+            yield tensor
+
+    return mock.patch.object(Snapshot, "values", slowly)
+
+
+def small_room() -> Any:
+    """Has no memory for a whole copy."""
+    return mock.patch.object(beside, "free_bytes", return_value=0)
+
+
+PACES: dict[str, Callable[[], list[Any]]] = {
+    "as it comes": list,
+    "the updates first": lambda: [late_thread()],
+    "in the middle": lambda: [slow_thread()],
+    "a window, the updates first": lambda: [small_room(), late_thread()],
+    "a window, in the middle": lambda: [small_room(), slow_thread()],
+}
+
+
+def changed(case: Case, **keys: Any) -> Config:
+    """The configuration of a case with other keys, by group."""
+    config = config_of(case)
+    return config.model_copy(
+        update={group: getattr(config, group).model_copy(update=values) for group, values in keys.items()}
+    )
+
+
+CPU: dict[str, Any] = {"zero": 3, "offload_optimizer": "cpu", "offload_params": "cpu", "bucket_mib": 0.02}
+DRIVE: dict[str, Any] = {"zero": 3, "offload_optimizer": "nvme", "offload_params": "nvme", "bucket_mib": 0.02}
+BOTH = {
+    "ZeRO 0, tensor ranks": changed(Case(tp=2, zero=0, sequence=True, dtype="fp32")),
+    "ZeRO 1, bf16": changed(Case(dp=2, zero=1, dtype="bf16", bucket_mib=0.02)),
+    "ZeRO 2, fp16 and its scale": changed(Case(dp=2, zero=2, dtype="fp16", bucket_mib=0.02)),
+    "ZeRO 3, tiles": changed(Case(dp=2, zero=3, model="llama", tile=3, bucket_mib=0.02)),
+    "on the host": changed(Case(dp=2, **CPU, dtype="bf16")),
+    "on a drive": changed(Case(dp=2, **DRIVE)),
+    "moments on a drive, parameters on the host": changed(
+        Case(dp=2, zero=3, offload_optimizer="nvme", offload_params="cpu", bucket_mib=0.02, dtype="fp32")
+    ),
+    "delayed": changed(Case(dp=2, **(CPU | {"zero": 1, "offload_params": "none"})), zero={"delayed_update": True}),
+    "optimistic, undone": changed(Case(pp=2, bucket_mib=0.02), parallel={"optimistic_step": True}),
+    "optimistic": changed(Case(pp=2, schedule="zb-h1"), parallel={"optimistic_step": True}, train={"grad_clip": 1e9}),
+    "pairs": changed(Case(pp=2, schedule="dualpipe", microbatches=4, layers=4, dtype="bf16", bucket_mib=0.02)),
+    "two ways": changed(Case(pp=2, schedule="chimera", microbatches=2, layers=4, model="gpt-untied")),
+    "two versions": changed(Case(pp=2, schedule="2bw", microbatches=4, bucket_mib=0.02)),
+    "two versions, bf16": changed(Case(pp=2, schedule="2bw", microbatches=4, dtype="bf16", model="gpt-untied")),
+    "Lion": changed(Case(pp=2, dtype="fp32"), optim={"name": "lion"}),
+    "SGD": changed(Case(dp=2, zero=0, dtype="fp32"), optim={"name": "sgd", "momentum": 0.0}),
+}
+
+
+def save_both_ways(folder: Path, chosen: dict[str, list[str]]) -> list[str]:
+    """What a save beside training has other than one that waits, and what training had other than without it."""
+    wrong = []
+    for pace, names in chosen.items():
+        with ExitStack() as stack:
+            for patch in PACES[pace]():
+                stack.enter_context(patch)
+            for name in names:
+                wrong += [f"{name}, {pace}: {what}" for what in differences(folder / pace / name, BOTH[name])]
+    return wrong
+
+
+def differences(folder: Path, config: Config) -> list[str]:
+    """What is wrong with one configuration. One engine after the other: with two versions a step has an open end."""
+    said = {"said": [1]}
+    alone = engine_of(config)
+    train(alone, 2)
+    alone.save(folder / "two", said)
+    losses = train(alone, 2)
+    alone.save(folder / "four")
+    engine = engine_of(config)
+    train(engine, 2)
+    save = engine.start_save(folder / "two beside", said)
+    said["said"].append(2)
+    others = train(engine, 2)
+    save.wait()
+    engine.save(folder / "four after")
+    save = engine.start_save(folder / "four beside")  # into the memory of the one before
+    train(engine, 1)
+    engine.load(folder / "four beside")  # which waits for it
+    engine.save(folder / "four again")
+    wrong = [] if losses == others else ["training is another"]
+    if engine.topology.rank == 0:
+        for one, other in (("two", "two beside"), *(("four", f"four {name}") for name in ("after", "beside", "again"))):
+            wrong += [] if files(folder / one) == files(folder / other) else [f"{one} and {other} differ"]
+    return wrong
+
+
+def test_what_is_saved_is_what_was_there(tmp_path: Path) -> None:
+    """Every configuration in one of the orders of copies and updates; in all of them by the grid."""
+    paces, names = list(PACES), list(BOTH)
+    chosen = {pace: [n for k, n in enumerate(names) if k % len(paces) == i] for i, pace in enumerate(paces)}
+    for rank, wrong in enumerate(run_ranks(2, save_both_ways, tmp_path, chosen)):
+        assert not wrong, (rank, wrong)
+
+
+@pytest.mark.grid
+def test_what_is_saved_is_what_was_there_in_every_order(tmp_path: Path) -> None:
+    for rank, wrong in enumerate(run_ranks(2, save_both_ways, tmp_path, {pace: list(BOTH) for pace in PACES})):
+        assert not wrong, (rank, wrong)
+
+
+def unwaited(folder: Path) -> list[bool]:
+    """Whether updates that do not wait for a save change what it writes; window and place of the copies."""
+    config, found = changed(Case(dp=2, zero=2, bucket_mib=0.02)), []
+    for patches in ([late_thread()], [small_room(), late_thread()]):
+        engine = engine_of(config)
+        train(engine, 1)
+        engine.save(folder / "one")
+        with ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            save = engine.start_save(folder / "other")
+            engine.optimizer.before_change = lambda state: None
+            train(engine, 1)
+            save.wait()
+        name = f"rank-{engine.topology.rank:05d}.safetensors"
+        found.append((folder / "one" / name).read_bytes() != (folder / "other" / name).read_bytes())
+    return found
+
+
+def test_without_the_wait_the_files_are_others(tmp_path: Path) -> None:
+    """So the tests above would see it."""
+    assert run_ranks(2, unwaited, tmp_path) == [[True, True]] * 2
+
+
+def held_by_saves(folder: Path, config: Config, room: bool) -> tuple[int, int, int]:
+    """Bytes of copies after two saves: of whole ones and in the window; and what the forecast says."""
+    with ExitStack() as stack:
+        for patch in [] if room else [small_room()]:
+            stack.enter_context(patch)
+        engine = engine_of(config)
+        for number in range(2):
+            train(engine, 1)
+            save = engine.start_save(folder / str(number))
+            train(engine, 1)
+            save.wait()
+    held = engine.saver.room
+    assert held is not None
+    own, window = held._own.values(), [buffer for buffer in held._window if buffer is not None]
+    assert len(held._window) == WINDOW  # all were given back
+    told = save_bytes(config.checkpoint, engine.layout, engine.optimizer.states, gpu=False)
+    return sum(b.nbytes for b in own), sum(b.nbytes for b in window), told
+
+
+def test_copies_take_what_the_forecast_says_and_no_more(tmp_path: Path) -> None:
+    every: dict[str, Any] = {"checkpoint": {"every": 2}}
+    on_device = changed(Case(dp=2, zero=1, dtype="bf16", bucket_mib=0.02), **every)
+    for own, window, told in run_ranks(2, held_by_saves, tmp_path / "all", on_device, True):
+        assert (own, window) == (told, 0)
+        assert told > 0
+    for own, window, told in run_ranks(2, held_by_saves, tmp_path / "window", on_device, False):
+        assert own == 0
+        assert window < told / 2
+    on_host = changed(Case(dp=2, **CPU), **every)
+    for own, window, told in run_ranks(2, held_by_saves, tmp_path / "host", on_host, True):
+        assert own == 0
+        assert window <= told
+    never = changed(Case(dp=2), checkpoint={"every": 2, "async_": False})
+    assert run_ranks(2, forecast_of, never) == [0, 0]
+
+
+def forecast_of(config: Config) -> int:
+    """What the forecast says that saves take."""
+    engine = engine_of(config)
+    return save_bytes(config.checkpoint, engine.layout, engine.optimizer.states, gpu=False)
+
+
+class Net(nn.Module):
+    """A module of somebody's own, of which a part is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 8)
+        self.first.requires_grad_(False)
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.seen += 1
+        return F.mse_loss(self.last(torch.tanh(self.first(x))), y)
+
+
+def changed_by_hand(folder: Path, stage: int) -> bool:
+    """Whether a save of a wrapped module is that of before its parameters were changed by hand."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 16), "y": torch.randn(4, 8)}
+    config = changed(Case(dp=2, zero=stage, dtype="fp32"), train={"global_batch": 8, "micro_batch": 2})
+    engine = Engine(Net(), topology_of(1, 1), config)
+    engine.step(batch)
+    engine.save(folder / "one")
+    with late_thread():
+        save = engine.start_save(folder / "other")
+        with engine.gathered() as module, torch.no_grad():
+            for param in module.parameters():
+                param.add_(1)
+        engine.step(batch)
+        save.wait()
+    return engine.topology.rank > 0 or files(folder / "one") == files(folder / "other")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_changed_by_hand_afterwards_is_not_saved(stage: int, tmp_path: Path) -> None:
+    assert run_ranks(2, changed_by_hand, tmp_path, stage) == [True, True]
+
+
+def waiting_for_each_other(folder: Path) -> list[Any]:
+    """Two saves in a row, one that replaces another, and one that goes on when the next one waits."""
+    engine = engine_of(config_of(Case(dp=2, dtype="fp32")))
+    with slow_thread():
+        train(engine, 1)
+        first = engine.start_save(folder / "step-1")
+        second = engine.start_save(folder / "step-1b")
+        assert first.done
+        train(engine, 1)
+        engine.save(folder / "step-2")
+        assert second.done
+        again = engine.start_save(folder / "step-1")
+        train(engine, 1)
+        assert again.wait() == folder / "step-1"
+        assert (again.wait(), again.problem) == (folder / "step-1", None)
+        assert again.blocked_s > 0
+    steps = {p.name: native.read_manifest(p)["state"]["steps"] for p in sorted(folder.iterdir())}
+    return [steps, all(native.verify(p, native.read_manifest(p)) == [] for p in folder.iterdir())]
+
+
+def test_one_save_at_a_time(tmp_path: Path) -> None:
+    steps = {"step-1": 2, "step-1b": 1, "step-2": 2}
+    assert run_ranks(2, waiting_for_each_other, tmp_path)[0] == [steps, True]
+
+
+def room_of_one(rank_without: int) -> tuple[bool, bool]:
+    """Whether there is room, where one rank has no memory; and where all have."""
+    engine, free = engine_of(config_of(Case(dp=2))), 0
+    if engine.topology.rank != rank_without:
+        free = 2**40
+    with mock.patch.object(beside, "free_bytes", return_value=free):
+        short = engine.saver.has_room()
+    engine.saver.room = None
+    with mock.patch.object(beside, "free_bytes", return_value=2**40):
+        return short, engine.saver.has_room()
+
+
+def test_all_ranks_have_room_or_none(tmp_path: Path) -> None:
+    assert run_ranks(2, room_of_one, 1) == [(False, True)] * 2
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+
+def save_on_a_full_disk(folder: Path, full: int) -> list[str]:
+    """A save during which rank `full` cannot write more than 30 kB to a file; training goes on, and the next works."""
+    engine = engine_of(config_of(Case(dp=2, dtype="fp32", layers=2)))
+    engine.save(folder / "step-1")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if engine.topology.rank == full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    save, said = engine.start_save(folder / "step-2"), []
+    losses = train(engine, 2)
+    try:
+        save.wait()
+    except CheckpointError as error:
+        said.append(str(error))
+    assert (save.done, bool(save.problem)) == (True, engine.topology.rank in (0, full))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said.append(str(sorted(path.name for path in folder.iterdir())))
+    save = engine.start_save(folder / "step-2", {"bad": object()})
+    try:
+        save.wait()
+    except CheckpointError as error:
+        said.append(str(error))
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        engine.start_save(folder.parent)
+    engine.start_save(folder / "step-3").wait()
+    engine.load(folder / "step-1")
+    assert train(engine, 2) == losses
+    return [*said, str(sorted(path.name for path in folder.iterdir()))]
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_save_that_fails_is_told_on_all_ranks_and_training_goes_on(full: int, tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("mine")
+    results = run_ranks(2, save_on_a_full_disk, tmp_path / "run", full)
+    assert results[0] == results[1]
+    said, left, bad, after = results[0]
+    assert f"rank {full} could not write" in said
+    assert "earlier checkpoints are intact" in said
+    assert left == "['step-1']"
+    assert "not JSON serializable" in bad
+    assert after == "['step-1', 'step-3']"
+
+
+def unasked(folder: Path) -> list[str]:
+    """Nobody asks how a save ended that failed; the next one says it."""
+    engine = engine_of(config_of(Case(dp=2, dtype="fp32", layers=2)))
+    engine.start_save(folder / "step-1", {"bad": object()})
+    with (
+        pytest.warns(UserWarning, match="no checkpoint .*step-1: .*not JSON")
+        if engine.topology.rank == 0
+        else (ExitStack())
+    ):
+        engine.start_save(folder / "step-2").wait()
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_an_error_that_nobody_asks_for_is_a_warning(tmp_path: Path) -> None:
+    assert run_ranks(2, unasked, tmp_path)[0] == ["step-2"]
+
+
+def save_and_fail(engine: Engine, path: Path, error: type[BaseException]) -> None:
+    """A run that ends by an error while it saves."""
+    with engine.saver.ending():
+        engine.start_save(path)
+        raise error
+
+
+def given_up(folder: Path) -> list[Any]:
+    """What is left where a step fails while a save is written: with time to end, and by an interrupt."""
+    engine, found = engine_of(config_of(Case(dp=2, dtype="fp32", layers=2))), []
+    for name, error in (("step-1", ValueError), ("step-2", KeyboardInterrupt)):
+        with slow_thread(), pytest.raises(error):
+            save_and_fail(engine, folder / name, error)
+        collectives.barrier(engine.topology.axis("world"))
+        found.append(sorted(path.name for path in folder.iterdir()))
+        assert not any(thread.name == "checkpoint" for thread in threading.enumerate())
+    train(engine, 1)
+    return found
+
+
+def test_a_run_that_fails_lets_a_save_end_and_an_interrupt_does_not(tmp_path: Path) -> None:
+    found = run_ranks(2, given_up, tmp_path)[0]
+    assert found[0] == ["step-1"]
+    assert "step-2" not in found[1]
+    assert native.verify(tmp_path / "step-1", native.read_manifest(tmp_path / "step-1")) == []
+
+
+# --------------------------------------------------------------------------------------------------------------- kills
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def after(count: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that kills its process when it comes for the n-th time."""
+    calls = iter(range(count))
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs) if next(calls, None) is not None else die()
+
+    return counted
+
+
+MOMENTS: dict[str, tuple[int, Callable[[], Any]]] = {  # who dies, and where
+    "copying": (1, lambda: mock.patch.object(Snapshot, "_into", after(2, Snapshot._into))),
+    "writing": (1, lambda: mock.patch.object(Snapshot, "_hold", after(2, Snapshot._hold))),
+    "an entry is left": (1, lambda: mock.patch.object(writing.Saving, "commit", die)),
+    "before the first rank looks": (0, lambda: mock.patch.object(writing.Saving, "commit", die)),
+    "the manifest is written": (0, lambda: mock.patch.object(writing, "publish", die)),
+    "published": (0, lambda: mock.patch.object(Snapshot, "end", die)),
+}
+
+
+def save_and_die(folder: Path, case: Case, moment: str) -> None:
+    """Saves steps 2 and 4 beside training, and dies while the second is saved."""
+    engine = engine_of(config_of(case))
+    train(engine, 2)
+    save = engine.start_save(folder / "step-2")
+    train(engine, 2)
+    save.wait()
+    rank, patch = MOMENTS[moment]
+    with patch() if engine.topology.rank == rank else ExitStack():
+        engine.start_save(folder / "step-4")
+        train(engine, 1)
+        time.sleep(60)
+
+
+def go_on(folder: Path, case: Case) -> list[list[float]]:
+    """Losses of steps 3 to 6, as the newest whole checkpoint has it, and without any."""
+    engine = engine_of(config_of(case))
+    straight = train(engine, 6)
+    resumed = engine_of(config_of(case))
+    whole = [path for path in folder.iterdir() if path.suffix != ".tmp"]
+    resumed.load(max(whole))
+    first = resumed.steps
+    losses = train(resumed, 6 - first)
+    resumed.start_save(folder / "step-4").wait()  # where the broken one lies
+    return [losses, straight[first:], [first]]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_kill_9_in_the_middle_of_a_save_beside_training_loses_nothing(moment: str, tmp_path: Path) -> None:
+    case = Case(dp=2, dtype="fp32", layers=2, bucket_mib=0.02, dropout=0.1)
+    with pytest.raises(AssertionError, match="died without a word, exit code -9"):
+        run_ranks(2, save_and_die, tmp_path, case, moment)
+    for path in tmp_path.iterdir():
+        assert path.suffix == ".tmp" or native.verify(path, native.read_manifest(path)) == []
+    losses, straight, first = run_ranks(2, go_on, tmp_path, case)[0]
+    assert first == [4 if moment == "published" else 2]
+    assert losses == straight
