@@ -2,8 +2,8 @@
 
     problems = find_problems(config, world_size=8)      # [] where all is well
 
-Two phases: `REFUSALS` are features that are not there yet; the functions below look at several keys together. Ranges of
-single keys are not here, they stand with the keys in `threed.config`.
+`REFUSALS` are features that are not there yet; the functions below look at several keys together. Ranges of single keys
+stand with the keys in `threed.config`.
 """
 
 from __future__ import annotations
@@ -81,17 +81,8 @@ def find_problems(
         machines = local_world not in (None, world_size)
         how = f"--nnodes × --nproc-per-node, now {local_world} on this machine" if machines else "--nproc-per-node"
         problems.append(f"{error} (torchrun {how})")
-    alone = (
-        _check_loss_scale,
-        _check_heads,
-        _check_layers,
-        _check_sequence,
-        _check_run,
-        _check_recheck,
-        _check_export,
-        _check_saves,
-    )
-    for check in alone:
+    own = (_check_loss_scale, _check_heads, _check_layers, _check_sequence, _check_run, _check_recheck, _check_saves)
+    for check in (*own, _check_export):
         problems += check(config)
     problems += find_model_problems(config.model)
     problems += _check_schedule(config, dp)
@@ -383,10 +374,10 @@ def _check_run(config: Config) -> Iterator[str]:
 
 def _check_saves(config: Config) -> Iterator[str]:
     c = config.checkpoint
-    for key, value in (("async", c.async_ is True), ("keep-every", c.keep_every)):
-        if value and not c.every:
-            given = f"--checkpoint.{key} {_as_written(value)} with --checkpoint.every 0"
-            yield f"{given}: only the end is saved then, where nothing goes on; give --checkpoint.every too"
+    for key, value in () if c.every else (("async", c.async_ is True), ("keep-every", c.keep_every)):
+        if value:
+            what = f"--checkpoint.{key} {_as_written(value)} with --checkpoint.every 0: only the end is saved then"
+            yield f"{what}, where nothing goes on; give --checkpoint.every too"
 
 
 def _check_export(config: Config) -> Iterator[str]:
