@@ -1,9 +1,10 @@
-"""Writes a native checkpoint that has weights and nothing else, without an engine or a process group.
+"""Writes a native checkpoint without an engine or a process group: of weights, or of moments too.
 
     tensors = {"head.weight": (torch.bfloat16, (v, h)), ...}
-    write_weights(path, config, tensors, slabs, tokenizer=hashes)
+    write_weights(path, config, tensors, slabs, {"tokenizer": hashes})
+    write_parts(path, config, {("head.weight", "exp_avg"): ..., ...}, slabs, {"steps": 40, ...})
 
-A run that resumes it begins at step 0, with fresh moments.
+A run that resumes weights alone begins at step 0, with fresh moments.
 """
 
 from __future__ import annotations
@@ -25,33 +26,47 @@ from threed.checkpoint.sections import Section
 from threed.config import Config
 from threed.zero.records import WEIGHT
 
-Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+About = tuple[torch.dtype, tuple[int, ...]]
+Part = tuple[str, str]  # a global name, and what of it: weight, exp_avg, ...
 FILE_BYTES = 2**32
+FRESH = {"steps": 0, "consumed": 0, "updates": 0.0, "skips": 0.0, "uses": {}, "extra": {}}
 
 
 def write_weights(
-    path: Path, config: Config, tensors: Tensors, slabs: Callable[[str], Iterable[Tensor]],
+    path: Path, config: Config, tensors: Mapping[str, About], slabs: Callable[[str], Iterable[Tensor]],
     extra: Mapping[str, Any] | None = None, file_bytes: int = FILE_BYTES,
 ) -> Path:  # fmt: skip
     """Writes the checkpoint folder `path`, whole or not at all: weights of these formats and shapes, by name.
 
     slabs: of a name, its rows in order, some at a time. extra: kept in the manifest. Raises CheckpointError.
     """
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
+    parts = {(name, WEIGHT): about for name, about in tensors.items()}
+    return write_parts(path, config, parts, lambda part: slabs(part[0]), {"extra": dict(extra or {})}, file_bytes)
+
+
+def write_parts(
+    path: Path, config: Config, parts: Mapping[Part, About], slabs: Callable[[Part], Iterable[Tensor]],
+    state: Mapping[str, Any], file_bytes: int = FILE_BYTES,
+) -> Path:  # fmt: skip
+    """Writes the checkpoint folder `path`, whole or not at all; each part is one of a weight of the same shape.
+
+    slabs: of a part, its rows in order, some at a time. state: counters of the run. Raises CheckpointError.
+    """
+    keys = {str(number): part for number, part in enumerate(parts)}
+    sizes = {key: math.prod(parts[part][1]) * parts[part][0].itemsize for key, part in keys.items()}
     building = building_place(path)
     try:
         begin(path, MANIFEST, "checkpoint", sum(sizes.values()))
-        sections = {name: _section(name, dtype, shape) for name, (dtype, shape) in tensors.items()}
-        numbers = {name: number for number, name in enumerate(sections)}
+        sections = {key: _section(part, *parts[part]) for key, part in keys.items()}
         files = []
-        for rank, names in enumerate(cut(sizes, file_bytes)):
-            entry = _write(building / file_of(rank), [sections[name] for name in names], map(slabs, names))
-            files.append({**entry, "holds": [[numbers[name], 0] for name in names]})
-        state = {"steps": 0, "consumed": 0, "updates": 0.0, "skips": 0.0, "uses": {}, "extra": dict(extra or {})}
+        for rank, some in enumerate(cut(sizes, file_bytes)):
+            tensors = (slabs(keys[key]) for key in some)
+            entry = _write(building / file_of(rank), [sections[key] for key in some], tensors)
+            files.append({**entry, "holds": [[int(key), 0] for key in some]})
         body = {
             "format": FORMAT, "version": VERSION, "config": config.model_dump(mode="json"),
-            "topology": {"pp": 1, "dp": 1, "cp": 1, "tp": 1}, "state": state,
-            "shapes": {name: list(shape) for name, (_, shape) in tensors.items()},
+            "topology": {"pp": 1, "dp": 1, "cp": 1, "tp": 1}, "state": {**FRESH, **state},
+            "shapes": {name: list(shape) for (name, _), (_, shape) in parts.items()},
             "sections": [section.about for section in sections.values()], "files": files,
         }  # fmt: skip
         body = json.loads(json.dumps(body))
@@ -65,11 +80,11 @@ def write_weights(
     return path
 
 
-def _section(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Section:
-    """Returns the place of a tensor that one file has whole."""
-    numel = math.prod(shape)
+def _section(part: Part, dtype: torch.dtype, shape: tuple[int, ...]) -> Section:
+    """Returns the place of a part that one file has whole."""
+    numel, (name, kind) = math.prod(shape), part
     line = {"length": numel, "step": numel, "pieces": [[name, [0] * len(shape), list(shape), 0]]}
-    return Section({"parts": [WEIGHT], "dtype": NAMES[dtype], "portions": 1, "writers": 1, "lines": [line]})
+    return Section({"parts": [kind], "dtype": NAMES[dtype], "portions": 1, "writers": 1, "lines": [line]})
 
 
 def _write(file: Path, sections: Sequence[Section], slabs: Iterable[Iterable[Tensor]]) -> dict[str, Any]:
