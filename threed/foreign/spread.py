@@ -168,3 +168,49 @@ class SideBySide:
                 found.append(part.box((start[0], a), (size[0], b - a)))
             at += part.shape[1]
         return torch.cat(found, 1)
+
+
+class Rows:
+    """Ranges of rows (first, last) of tensors, one after the other, as one tensor."""
+
+    def __init__(self, ranges: Sequence[tuple[Boxes, int, int]]) -> None:
+        if len({(part.dtype, part.shape[1:]) for part, _, _ in ranges}) != 1 or not all(
+            part.shape for part, *_ in ranges
+        ):
+            raise CheckpointError("what ranks hold of a tensor does not fit together")
+        if any(not 0 <= first <= last <= part.shape[0] for part, first, last in ranges):
+            raise CheckpointError("a tensor has fewer rows than its model says")
+        self._ranges = list(ranges)
+        self._ends = list(accumulate(last - first for _, first, last in ranges))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its format."""
+        return self._ranges[0][0].dtype
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+        return (self._ends[-1], *self._ranges[0][0].shape[1:])
+
+    def box(self, start: Shape, size: Shape) -> Tensor:
+        """Returns a box [*size]."""
+        found, at, last = [], start[0], start[0] + size[0]
+        number = bisect_right(self._ends, at)
+        while at < last:
+            part, first, end = self._ranges[number]
+            begin = self._ends[number] - (end - first)
+            stop = min(last, self._ends[number])
+            found.append(part.box((first + at - begin, *start[1:]), (stop - at, *size[1:])))
+            number, at = number + 1, stop
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def stack(parts: Sequence[Boxes]) -> Boxes:
+    """Returns tensors as one, along the rows."""
+    return parts[0] if len(parts) == 1 else Rows([(part, 0, part.shape[0]) for part in parts])
+
+
+def rows(whole: Boxes, *ranges: tuple[int, int]) -> Boxes:
+    """Returns ranges of rows of a tensor as one."""
+    return Rows([(whole, first, last) for first, last in ranges])
