@@ -46,6 +46,7 @@ FLOORS = {
     "threed.footprint": 5,
     "threed.layer_times": 5,
     "threed.checkpoint": 5,
+    "threed.foreign": 5,
     "threed.data": 5,
     "threed.monitor": 5,
     "threed.pretrained": 6,

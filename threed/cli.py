@@ -19,6 +19,7 @@ import platform
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -73,12 +74,18 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("src")
     sub.add_argument("dst", help="prefix of the .bin and .idx to write")
     sub.add_argument("--tokenizer", default="bytes", help="bytes (default), or the path of a tokenizer.json")
-    sub = tool("convert", "turns a native checkpoint into a Hugging Face folder, and back", _convert)
+    text = "turns a native checkpoint into a Hugging Face folder, and back, and DeepSpeed's and Megatron's into it"
+    sub = tool("convert", text, _convert)
     sub.add_argument("src", type=Path)
     sub.add_argument("dst", type=Path)
     sub.add_argument("--to", choices=["native", "hf"], help="what DST is to be; default: the other one than SRC is")
     sub.add_argument("--tokenizer", help="bytes, a tokenizer.json, or none; default: the folder's, or the run's")
     sub.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default=None, help="format of the weights")
+    help_text = "read checkpoints of DeepSpeed and Megatron, which are pickles, in a process that is cut off"
+    sub.add_argument("--allow-pickle", action="store_true", help=help_text)
+    sub.add_argument(
+        "--config", type=Path, help="config.json of DeepSpeed's model; default: the one in SRC or above it"
+    )
     sub = tool("inspect", "shows versions and devices, or what is in a checkpoint, all hashes verified", _inspect)
     sub.add_argument("checkpoint", type=Path, nargs="?")
     sub.add_argument("--drive", default=tempfile.gettempdir(), help="folder whose drive is timed (default %(default)s)")
@@ -171,10 +178,15 @@ def _tokenize(a: argparse.Namespace) -> None:
 def _convert(a: argparse.Namespace) -> None:
     from threed.checkpoint.convert import convert, kind_of
 
-    out = convert(a.src, a.dst, tokenizer=a.tokenizer, dtype=a.dtype, to=a.to)
-    print(
-        out if kind_of(out) == "hf" else f"{out}\nweights alone: a run begins from them at step 0, with moments of zero"
-    )
+    others = {"allow_pickle": a.allow_pickle, "config": a.config}
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always")
+        made = convert(a.src, a.dst, tokenizer=a.tokenizer, dtype=a.dtype, to=a.to, **others)
+    for note in notes:
+        print(f"threed convert: {note.message}", file=sys.stderr)
+    print(made)
+    if (kind_of(Path(a.src), a.allow_pickle), kind_of(made)) == ("hf", "native"):
+        print("weights alone: a run begins from them at step 0, with moments of zero")
 
 
 def _inspect(a: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ with its head (`model.layers...`) and of a base model without one (`layers...`);
 from __future__ import annotations
 
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,46 +40,55 @@ def is_hf_folder(path: Path) -> bool:
     return not (path / MANIFEST).is_file() and ((path / CONFIG).is_file() or (path / INDEX).is_file())
 
 
-class HFFolder:
-    """A folder, its `model` (whose `seq` is the longest that it is for), and the `table` of its tensors.
+def has_weights(path: Path) -> bool:
+    """Returns whether a folder of Hugging Face's has weights that are read."""
+    return (path / SINGLE).is_file() or (path / INDEX).is_file()
 
-    shapes: of our tensors, by our names. config: its configuration as it is.
+
+class HFTensors(ABC):
+    """Tensors that a model of Hugging Face's has, its `model` (whose `seq` is the longest that it is for), and `table`.
+
+    path: of the folder they are in. shapes: of our tensors, by our names. config: their configuration as it is.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, config: Path) -> None:
         self.path = path
-        self.config = read_object(path / CONFIG)
+        self.config = read_object(config)
         try:
             self.model = model_of(self.config)
         except CheckpointError as error:
-            raise CheckpointError(f"{path / CONFIG}: {error}") from None
-        self._places = _places(path)
-        self._files: dict[str, Any] = {}
-        if self.model.layers > len(self._places or _contents(self._open(SINGLE))):  # before a table is made of so many
+            raise CheckpointError(f"{config}: {error}") from None
+        names = self._open_all()
+        if self.model.layers > len(names):  # before a table is made of so many
             raise CheckpointError(f"{path}: its configuration has {self.model.layers} layers, and it has fewer tensors")
         self.table = entries(self.model)
         self.shapes = our_shapes(self.table)
         self._entries = {name: entry for entry in self.table for name, _ in entry.ours}
         self._record = architectures.layout_of(dict(self.model))
-        names = self._names()
         self._bare = not any(name.startswith(self._record.prefix) for name in names)
         self._stands_for: dict[str, str] = {}
         embedding = self._spelt(self._record.rules[0].hf)
         if self.model.tied and HEAD in names and embedding not in names:
             self._stands_for[embedding] = HEAD
 
+    @abstractmethod
+    def _open_all(self) -> set[str]:
+        """Returns the names of all tensors."""
+
+    @abstractmethod
+    def _find(self, found: dict[str, Header]) -> Iterator[str]:
+        """Puts every tensor into `found`; yields what is wrong with the files."""
+
+    @abstractmethod
+    def _slice(self, key: str) -> Any:
+        """Returns what reads a tensor by slices, and says its `get_dtype`."""
+
     # ------------------------------------------------------------------------------------------------------- checks
 
     def problems(self) -> Iterator[str]:
         """Yields what is wrong with its files, and what of their tensors is missing, unexpected or misshaped."""
         found: dict[str, Header] = {}
-        for file in dict.fromkeys(self._places.values()) or [SINGLE]:
-            inside = _contents(self._open(file))
-            named = {name for name, place in self._places.items() if place == file} or set(inside)
-            if others := sorted(named ^ set(inside)):
-                some = plain(", ".join(others[:10]))
-                yield f"{self.path / file} and {INDEX} do not name the same tensors: {some}"
-            found |= inside
+        yield from self._find(found)
         wanted = {self._key(entry): entry.shape for entry in self.table}
         unused = self._left_out() | ({HEAD} if self.model.tied else set())
         read = {name: shape for name, (_, shape) in found.items() if name in wanted or name not in unused}
@@ -107,9 +117,6 @@ class HFFolder:
 
     # -------------------------------------------------------------------------------------------------------- names
 
-    def _names(self) -> set[str]:
-        return set(self._places or _contents(self._open(SINGLE)))
-
     def _spelt(self, name: str) -> str:
         return name.removeprefix(self._record.prefix) if self._bare else name
 
@@ -133,6 +140,27 @@ class HFFolder:
         """Returns a box [*size] of one of our tensors, perhaps a view of a mapped file."""
         entry = self._entries[name]
         return entry.turn(self._slice(self._key(entry))[slices(*entry.box(name, start, size))])
+
+
+class HFFolder(HFTensors):
+    """A folder of safetensors with its configuration."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, path / CONFIG)
+
+    def _open_all(self) -> set[str]:
+        self._places = _places(self.path)
+        self._files: dict[str, Any] = {}
+        return set(self._places or _contents(self._open(SINGLE)))
+
+    def _find(self, found: dict[str, Header]) -> Iterator[str]:
+        for file in dict.fromkeys(self._places.values()) or [SINGLE]:
+            inside = _contents(self._open(file))
+            named = {name for name, place in self._places.items() if place == file} or set(inside)
+            if others := sorted(named ^ set(inside)):
+                some = plain(", ".join(others[:10]))
+                yield f"{self.path / file} and {INDEX} do not name the same tensors: {some}"
+            found |= inside
 
     def _slice(self, key: str) -> Any:
         file = self._places.get(key, "") if self._places else SINGLE

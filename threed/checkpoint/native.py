@@ -146,7 +146,8 @@ def model_differences(manifest: Mapping[str, Any], config: Config) -> list[str]:
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
     with suppress(ValueError):  # what keys mean that the version which saved it did not have; of a later one, as it is
         saved = resolve_model(ModelConfig.model_validate(saved)).model_dump(mode="json")
-    free = {"dropout"} | (set() if manifest["state"]["steps"] else {"seq"})
+    state = manifest["state"]
+    free = {"dropout"} | (set() if state["steps"] and "imported" not in state["extra"] else {"seq"})
     return [
         f"the checkpoint's model has {key} = {plain(saved.get(key))}, this run has {value}: resume with the same shape,"
         " or start anew with --checkpoint.resume none"

@@ -1,9 +1,10 @@
-"""Writes a native checkpoint that has weights and nothing else, without an engine or a process group.
+"""Writes a native checkpoint without an engine or a process group: of weights, or of moments too.
 
     tensors = {"head.weight": (torch.bfloat16, (v, h)), ...}
     write_weights(path, config, tensors, slabs, {"tokenizer": hashes})
+    write_parts(path, config, {("head.weight", "exp_avg"): ..., ...}, slabs, {"steps": 40, ...})
 
-A run that resumes it begins at step 0, with fresh moments.
+A run that resumes weights alone begins at step 0, with fresh moments.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from threed.config import Config
 from threed.planner.grid import Grid
 from threed.zero.records import WEIGHT
 
-Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+About = tuple[torch.dtype, tuple[int, ...]]
+Part = tuple[str, str]  # a global name, and what of it: weight, exp_avg, ...
 FILE_BYTES = 2**32
+FRESH = {"steps": 0, "consumed": 0, "updates": 0.0, "skips": 0.0, "uses": {}, "extra": {}}
 
 
 def write_weights(
-    path: Path, config: Config, tensors: Tensors, slabs: Callable[[str], Iterable[Tensor]],
+    path: Path, config: Config, tensors: Mapping[str, About], slabs: Callable[[str], Iterable[Tensor]],
     extra: Mapping[str, Any] | None = None, file_bytes: int = FILE_BYTES,
 ) -> Path:  # fmt: skip
     """Writes the checkpoint folder `path`, whole or not at all: weights of these formats and shapes, by name.
@@ -40,15 +43,27 @@ def write_weights(
     slabs: of a name, its rows in order, some at a time. extra: kept in the manifest. config: resolved. Raises
     CheckpointError, also where `slabs` does; ValueError for other tensors than announced.
     """
-    sizes = {name: n * dtype.itemsize for name, (dtype, shape) in tensors.items() if (n := math.prod(shape))}
+    parts = {(name, WEIGHT): about for name, about in tensors.items()}
+    return write_parts(path, config, parts, lambda part: slabs(part[0]), {"extra": dict(extra or {})}, file_bytes)
+
+
+def write_parts(
+    path: Path, config: Config, parts: Mapping[Part, About], slabs: Callable[[Part], Iterable[Tensor]],
+    state: Mapping[str, Any], file_bytes: int = FILE_BYTES,
+) -> Path:  # fmt: skip
+    """Writes the checkpoint folder `path`, whole or not at all; each part is one of a weight of the same shape.
+
+    slabs: of a part, its rows in order, some at a time. state: counters of the run. Raises CheckpointError.
+    """
+    keys = {str(number): part for number, part in enumerate(parts)}
+    sizes = {key: n * parts[part][0].itemsize for key, part in keys.items() if (n := math.prod(parts[part][1]))}
     building = building_place(path)
-    state = {"steps": 0, "consumed": 0, "updates": 0.0, "skips": 0.0, "extra": dict(extra or {})}
     head = {"format": FORMAT, "version": VERSION, "config": config.model_dump(mode="json"), "topology": Grid().sizes}
     try:
         begin(path, MANIFEST, "checkpoint", sum(sizes.values()))
-        files = enumerate(names for names in cut(sizes, file_bytes) if names)
-        entries = [_write(building / file_of(number), names, tensors, slabs) for number, names in files]
-        finish(building, path, {**head, "state": state}, entries)
+        files = enumerate([keys[key] for key in some] for some in cut(sizes, file_bytes) if some)
+        entries = [_write(building / file_of(number), some, parts, slabs) for number, some in files]
+        finish(building, path, {**head, "state": {**FRESH, **state}}, entries)
     except OSError as error:
         raise CheckpointError(f"could not write {path}: {error}") from error
     finally:
@@ -57,15 +72,15 @@ def write_weights(
 
 
 def _write(
-    file: Path, names: Sequence[str], tensors: Tensors, slabs: Callable[[str], Iterable[Tensor]]
+    file: Path, some: Sequence[Part], parts: Mapping[Part, About], slabs: Callable[[Part], Iterable[Tensor]]
 ) -> dict[str, Any]:
-    """Writes a file, a section for each tensor; returns what a rank would leave for the first one."""
-    sections = [_section(name, *tensors[name]) for name in names]
-    about = {str(key): (tensors[name][0], (math.prod(tensors[name][1]),)) for key, name in enumerate(names)}
+    """Writes a file, a section for each part; returns what a rank would leave for the first one."""
+    sections = [_section(part, *parts[part]) for part in some]
+    about = {str(key): (parts[part][0], (math.prod(parts[part][1]),)) for key, part in enumerate(some)}
     metadata = {str(key): f"{section.digest} 0" for key, section in enumerate(sections)}
-    rows = (some.reshape(-1) for some in chain.from_iterable(map(slabs, names)))
+    rows = (slab.reshape(-1) for slab in chain.from_iterable(map(slabs, some)))
     hashes = stream_tensors(file, about, rows, metadata)
-    shapes = [{name: list(tensors[name][1])} for name in names]
+    shapes = [{part[0]: list(parts[part][1])} for part in some]
     holds = [[section.digest, 0] for section in sections]
     return {
         "sections": [[section.about, shape] for section, shape in zip(sections, shapes, strict=True)],
@@ -73,8 +88,8 @@ def _write(
     }
 
 
-def _section(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Section:
-    """Returns the place of a tensor that one file has whole."""
-    numel = math.prod(shape)
+def _section(part: Part, dtype: torch.dtype, shape: tuple[int, ...]) -> Section:
+    """Returns the place of a part that one file has whole."""
+    numel, (name, kind) = math.prod(shape), part
     line = {"length": numel, "step": numel, "pieces": [[name, [0] * len(shape), list(shape), 0]]}
-    return Section({"parts": [WEIGHT], "dtype": NAMES[dtype], "portions": 1, "writers": 1, "lines": [line]})
+    return Section({"parts": [kind], "dtype": NAMES[dtype], "portions": 1, "writers": 1, "lines": [line]})

@@ -1,0 +1,149 @@
+"""Writes checkpoints as Megatron-LM lays them out, from weights by our names, for `threed convert --allow-pickle`.
+
+Megatron itself needs a GPU to train; layouts are those of its sources (`threed.foreign.megatron` names them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threed.checkpoint.layouts import entries, our_shapes
+from threed.config import ModelConfig
+from threed.resolution import resolve_model
+
+LLAMA = {
+    "num_layers": 4, "hidden_size": 24, "num_attention_heads": 6, "group_query_attention": True, "num_query_groups": 2,
+    "kv_channels": 4, "ffn_hidden_size": 20, "padded_vocab_size": 52, "max_position_embeddings": 32, "swiglu": True,
+    "normalization": "RMSNorm", "position_embedding_type": "rope", "rotary_base": 50000, "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True, "norm_epsilon": 1e-6, "num_experts": None, "spec": None,
+}  # fmt: skip
+GPT = {
+    "num_layers": 4, "hidden_size": 24, "num_attention_heads": 6, "group_query_attention": False,
+    "num_query_groups": 1, "kv_channels": 4, "ffn_hidden_size": 20, "padded_vocab_size": 52, "swiglu": False,
+    "max_position_embeddings": 32, "normalization": "LayerNorm", "position_embedding_type": "learned_absolute",
+    "add_bias_linear": True, "untie_embeddings_and_output_weights": False, "norm_epsilon": 1e-5,
+    "bias_gelu_fusion": True,
+}  # fmt: skip
+
+
+class AttnBackend(enum.Enum):
+    """An enumeration, as settings of Megatron's have."""
+
+    auto = 5
+
+
+def model_of(args: dict[str, Any]) -> ModelConfig:
+    """The same model in our keys, said by hand."""
+    gated = args["swiglu"]
+    keys = {
+        "arch": "llama" if gated else "gpt", "layers": 4, "hidden": 24, "heads": 6, "kv_heads": 2 if gated else 6,
+        "head_dim": 4, "ffn": 20, "vocab": 52, "seq": 32, "positions": 32, "norm_eps": args["norm_epsilon"],
+        "tied": not args["untie_embeddings_and_output_weights"], "bias": args["add_bias_linear"],
+        "mlp_bias": args["add_bias_linear"],
+    }  # fmt: skip
+    if gated:
+        keys |= {"rope_theta": float(args["rotary_base"]), "qk_norm": bool(args.get("qk_layernorm"))}
+        if args.get("add_qkv_bias"):
+            keys = {key: value for key, value in keys.items() if key not in ("bias", "mlp_bias", "qk_norm")}
+            keys["arch"] = "qwen2"
+    return resolve_model(ModelConfig.model_validate(keys))
+
+
+def weights_of(model: ModelConfig) -> dict[str, Tensor]:
+    """Random weights in bf16, by our names."""
+    draw = torch.Generator().manual_seed(1)
+    shapes = our_shapes(entries(model))
+    return {name: torch.randn(shape, generator=draw).bfloat16() for name, shape in shapes.items()}
+
+
+def whole(weights: dict[str, Tensor], model: ModelConfig, engine: bool) -> dict[str, Tensor]:
+    """Tensors by Megatron's names, of the whole model; engine: as Transformer Engine names norms."""
+    attention, mlp = ("self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_")
+    norms = (attention, mlp) if engine else ("input_layernorm.", "pre_mlp_layernorm.")
+    groups, head = model.kv_heads or model.heads, model.head_dim
+    names = {"attention_norm.": norms[0], "mlp_norm.": norms[1], "attention.out.": "self_attention.linear_proj.",
+             "attention.query_norm.": "self_attention.q_layernorm.", "mlp.down.": "mlp.linear_fc2.",
+             "attention.key_norm.": "self_attention.k_layernorm."}  # fmt: skip
+    found = {"embedding.word_embeddings.weight": weights["embedding.word.weight"]}
+    for ours, theirs in (("embedding.position.weight", "embedding.position_embeddings.weight"),
+                         ("head.norm.weight", "decoder.final_layernorm.weight"), ("head.weight", "output_layer.weight"),
+                         ("head.norm.bias", "decoder.final_layernorm.bias")):  # fmt: skip
+        found |= {theirs: weights[ours]} if ours in weights else {}
+    for layer in range(model.layers):
+        block = {name.removeprefix(f"blocks.{layer}."): w for name, w in weights.items()
+                 if name.startswith(f"blocks.{layer}.")}  # fmt: skip
+        put = f"decoder.layers.{layer}."
+        for kind in ("weight", "bias"):
+            if f"attention.query.{kind}" in block:
+                parts = [block[f"attention.{part}.{kind}"] for part in ("query", "key", "value")]
+                by_group = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+                found[f"{put}self_attention.linear_qkv.{kind}"] = torch.cat(by_group, 1).flatten(0, 1)
+            if f"mlp.up.{kind}" in block:
+                gate = [block[f"mlp.gate.{kind}"]] if model.arch != "gpt" else []
+                found[f"{put}mlp.linear_fc1.{kind}"] = torch.cat([*gate, block[f"mlp.up.{kind}"]])
+            for ours, theirs in names.items():
+                found |= {put + theirs + kind: block[ours + kind]} if ours + kind in block else {}
+    assert head == 4
+    return found
+
+
+def of_rank(name: str, tensor: Tensor, rank: int, tp: int, gated: bool) -> Tensor:
+    """What a tensor rank has of a tensor."""
+    if "linear_proj.weight" in name or "linear_fc2.weight" in name:
+        return tensor.chunk(tp, 1)[rank].clone()
+    if "layer_norm" in name or not any(key in name for key in ("qkv", "fc1", "word_embeddings", "output_layer")):
+        return tensor.clone()
+    if gated and "fc1" in name:
+        return torch.cat([half.chunk(tp)[rank] for half in tensor.chunk(2)])
+    return tensor.chunk(tp)[rank].clone()
+
+
+def write_legacy(
+    out: Path, args: dict[str, Any], weights: dict[str, Tensor], tp: int = 1, layers: list[list[int]] | None = None,
+    virtual: int = 1, engine: bool = True,
+) -> Path:  # fmt: skip
+    """Writes `iter_0000100` and the tracker. layers: of each stage, first all first virtual ones."""
+    model = model_of(args)
+    tensors = whole(weights, model, engine)
+    layers = layers or [list(range(model.layers))]
+    pp = len(layers) // virtual
+    settings = argparse.Namespace(**args, attention_backend=AttnBackend.auto, consumed_train_samples=3200)
+    for rank in range(tp):
+        for stage in range(pp):
+            state: dict[str, Any] = {"args": settings, "checkpoint_version": 3.0, "iteration": 100}
+            for chunk in range(virtual):
+                mine = layers[chunk * pp + stage]
+                first, last = chunk == stage == 0, (chunk, stage) == (virtual - 1, pp - 1)
+                part = dict[str, Any]()
+                for name, tensor in tensors.items():
+                    words = name.split(".")
+                    if words[1] == "layers":
+                        if int(words[2]) not in mine:
+                            continue
+                        words[2] = str(mine.index(int(words[2])))
+                    elif not (first if words[0] == "embedding" else last):
+                        continue
+                    part[".".join(words)] = of_rank(name, tensor, rank, tp, args["swiglu"])
+                if last and model.tied and pp > 1:
+                    part["output_layer.weight"] = part_of_embedding(tensors, rank, tp)
+                part["decoder.layers.0.self_attention.core_attention._extra_state"] = (
+                    io.BytesIO(b"x") if engine else None
+                )
+                state["model" if virtual == 1 else f"model{chunk}"] = part
+            folder = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")
+            (out / "iter_0000100" / folder).mkdir(parents=True)
+            torch.save(state, out / "iter_0000100" / folder / "model_optim_rng.pt")
+    (out / "latest_checkpointed_iteration.txt").write_text("100")
+    return out
+
+
+def part_of_embedding(tensors: dict[str, Tensor], rank: int, tp: int) -> Tensor:
+    """The copy of the embedding that the last stage has."""
+    return tensors["embedding.word_embeddings.weight"].chunk(tp)[rank].clone()

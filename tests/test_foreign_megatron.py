@@ -1,0 +1,144 @@
+"""Megatron-LM's checkpoints, written as its sources lay them out, become native ones bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import megatron_checkpoints as written
+from tests.megatron_checkpoints import GPT, LLAMA
+from threed import cli
+from threed.checkpoint import native
+from threed.checkpoint.convert import convert
+from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.reading import Reader
+from threed.config import ModelConfig
+
+EVEN = [[0, 1], [2, 3]]
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (LLAMA, {}),
+    "llama, tp 2": (LLAMA, {"tp": 2}),
+    "more ranks than groups": (LLAMA, {"tp": 4}),
+    "llama, tp 2, pp 2": (LLAMA, {"tp": 2, "layers": EVEN}),
+    "uneven stages": (LLAMA, {"layers": [[0], [1, 2, 3]]}),
+    "virtual stages": (LLAMA, {"tp": 2, "layers": [[0], [1], [2], [3]], "virtual": 2}),
+    "not Transformer Engine": (LLAMA, {"tp": 2, "engine": False}),
+    "tied": (LLAMA | {"untie_embeddings_and_output_weights": False}, {"tp": 2, "layers": EVEN}),
+    "biases": (LLAMA | {"add_bias_linear": True}, {"tp": 2}),
+    "biases of queries": (LLAMA | {"add_qkv_bias": True}, {"tp": 2}),
+    "norms of heads": (LLAMA | {"qk_layernorm": True}, {"tp": 2}),
+    "gpt": (GPT, {}),
+    "gpt, tp 2, pp 2": (GPT, {"tp": 2, "layers": EVEN, "engine": False}),
+}
+
+
+def check(out: Path, args: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    manifest = native.read_manifest(out)
+    assert native.verify(out, manifest) == []
+    assert (manifest["state"]["steps"], manifest["state"]["consumed"]) == (0, 0)
+    assert ModelConfig.model_validate(manifest["config"]["model"]) == written.model_of(args)
+    with Reader(out, manifest) as reader:
+        assert reader.shapes.keys() == weights.keys()
+        for name, want in weights.items():
+            assert torch.equal(reader.full("weight", name), want), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_the_same_bit_for_bit(case: str, tmp_path: Path) -> None:
+    args, layout = CASES[case]
+    weights = written.weights_of(written.model_of(args))
+    folder = written.write_legacy(tmp_path / "theirs", args, weights, **layout)
+    with pytest.warns(UserWarning, match="weights alone are read"):
+        check(convert(folder, tmp_path / "native", allow_pickle=True), args, weights)
+
+
+def test_an_iteration_may_be_given_itself_and_only_where_somebody_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = written.weights_of(written.model_of(LLAMA))
+    written.write_legacy(tmp_path / "theirs", LLAMA, weights)
+    words = ["convert", str(tmp_path / "theirs/iter_0000100"), str(tmp_path / "native")]
+    assert cli.main(words) == 2
+    assert "a checkpoint of Megatron-LM's, which is made of pickles: --allow-pickle" in capsys.readouterr().err
+    assert cli.main([*words, "--allow-pickle"]) == 0
+    assert "moments, masters and steps are left out" in capsys.readouterr().err
+    check(tmp_path / "native", LLAMA, weights)
+
+
+def test_scaled_rotary_angles_are_llama_3s(tmp_path: Path) -> None:
+    args = LLAMA | {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
+    folder = written.write_legacy(tmp_path / "theirs", args, written.weights_of(written.model_of(LLAMA)))
+    with pytest.warns(UserWarning, match="weights alone"):
+        out = convert(folder, tmp_path / "native", allow_pickle=True)
+    model = ModelConfig.model_validate(native.read_manifest(out)["config"]["model"])
+    assert model.rope_scaling is not None
+    assert model.rope_scaling.table() == {
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+
+
+REFUSED = {
+    "num_experts 8": {"num_experts": 8},
+    "multi_latent_attention True": {"multi_latent_attention": True},
+    "rotary_interleaved True": {"rotary_interleaved": True},
+    "rotary_percent 0.5": {"rotary_percent": 0.5},
+    "apply_layernorm_1p True": {"apply_layernorm_1p": True},
+    "squared_relu True": {"squared_relu": True},
+    "mtp_num_layers 1": {"mtp_num_layers": 1},
+    "window_size": {"window_size": (128, 0)},
+    "normalization LayerNorm with position_embedding_type rope": {"normalization": "LayerNorm"},
+    "gelu by the error function": {**GPT, "bias_gelu_fusion": False},
+    "its args: 'ffn_hidden_size'": {"ffn_hidden_size": ...},
+    "has 21 rows, not|fewer rows than its model|not \\[": {"ffn_hidden_size": 21},
+}
+
+
+@pytest.mark.parametrize("problem", REFUSED)
+def test_other_models_are_refused_by_name(problem: str, tmp_path: Path) -> None:
+    args = LLAMA | REFUSED[problem]
+    folder = written.write_legacy(tmp_path / "theirs", LLAMA, written.weights_of(written.model_of(LLAMA)))
+    file = folder / "iter_0000100/mp_rank_00/model_optim_rng.pt"
+    state = torch.load(file, weights_only=False)
+    state["args"].__dict__.clear()
+    state["args"].__dict__.update({name: value for name, value in args.items() if value is not ...})
+    torch.save(state, file)
+    with pytest.raises(CheckpointError, match=problem):
+        convert(folder, tmp_path / "native", allow_pickle=True)
+    assert not (tmp_path / "native").exists()
+
+
+def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
+    def edit(folder: Path) -> None:
+        file = folder / "mp_rank_00_001/model_optim_rng.pt"
+        state = torch.load(file, weights_only=False)
+        change(state)
+        torch.save(state, file)
+
+    return edit
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "has 3 of 4 files of tp 2 and pp 2": lambda folder: shutil.rmtree(folder / "mp_rank_01_001"),
+    "expert parallelism is not read": lambda folder: (folder / "mp_rank_00_001").rename(folder / "mp_rank_00_001_000"),
+    "no file of the first rank": lambda folder: shutil.rmtree(folder / "mp_rank_00_000"),
+    "tensor ranks have different tensors": edited(lambda state: state["model"].pop("output_layer.weight")),
+    "from before megatron-core": edited(lambda state: state.update(model={"language_model": {}})),
+    "other virtual stages": edited(lambda state: state.pop("model")),
+    "does not fit together": edited(lambda state: state["model"].update({"output_layer.weight": torch.ones(26, 23)})),
+}
+
+
+@pytest.mark.parametrize("problem", DAMAGE)
+def test_folders_that_are_not_whole_are_refused(problem: str, tmp_path: Path) -> None:
+    weights = written.weights_of(written.model_of(LLAMA))
+    folder = written.write_legacy(tmp_path / "theirs", LLAMA, weights, tp=2, layers=EVEN)
+    DAMAGE[problem](folder / "iter_0000100")
+    with pytest.raises(CheckpointError, match=problem):
+        convert(folder, tmp_path / "native", allow_pickle=True)

@@ -1,0 +1,49 @@
+"""Which folders are other programs' checkpoints, and how they are opened.
+
+kind_of(folder)                       "DeepSpeed"; None where it is none of them
+open_source(folder, config)           a `Source`; config: of Hugging Face's, or a folder that has one
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.hf_folder import CONFIG
+from threed.foreign import megatron
+from threed.foreign.deepspeed import DeepSpeedCheckpoint, step_folder
+from threed.foreign.source import Source
+
+
+def kind_of(path: Path) -> str | None:
+    """Returns whose checkpoint a folder is, by its files; None where it is none of these."""
+    if path.is_dir() and step_folder(path) is not None:
+        return "DeepSpeed"
+    return "Megatron-LM" if megatron.is_legacy(path) else None
+
+
+def refusal(path: Path, kind: str) -> str:
+    """Returns why a folder is not read unless somebody says so."""
+    return (
+        f"{path} is a checkpoint of {kind}'s, which is made of pickles: --allow-pickle reads it, in a process of its"
+        " own that runs nothing of what they say"
+    )
+
+
+def open_source(path: Path, kind: str, config: Path | None) -> Source:
+    """Returns what is in a folder. Raises CheckpointError for what is not read, by name."""
+    if kind == "Megatron-LM":
+        return megatron.open_legacy(path)
+    return DeepSpeedCheckpoint(path, _config_of(path, kind, config))
+
+
+def _config_of(path: Path, kind: str, given: Path | None) -> Path:
+    """Returns the configuration of the model, given or beside."""
+    places = [given, given / CONFIG] if given else [path / CONFIG, path.absolute().parent / CONFIG]
+    for place in places:
+        if place is not None and place.is_file():
+            return place
+    where = f"--config {given} is none" if given else f"there is none in {path}, nor above it"
+    raise CheckpointError(
+        f"{kind} does not save what the model is, and a {CONFIG} of transformers is needed: {where}; give --config FILE"
+    )

@@ -1,0 +1,216 @@
+"""Tensors that lie in several pieces of files, and are read a box at a time.
+
+chain = Chain([place, place])                      one after the other, as flat elements
+chain.cut(100, 200)                                a part of it
+Spread((20, 5), chain.cut(100, 200)).box((4, 0), (8, 5))
+SideBySide([left, right]).box((0, 0), (20, 10))    what tensor ranks hold of the columns
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from threed.checkpoint.files import CheckpointError
+from threed.foreign.outlines import CHUNK
+
+Shape = tuple[int, ...]
+
+
+class Elements(Protocol):
+    """Flat elements that are read in ranges."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Their format."""
+
+    @property
+    def numel(self) -> int:
+        """How many there are."""
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Returns elements [first, last), as [last - first]."""
+
+
+class Boxes(Protocol):
+    """A tensor that is read in boxes."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its format."""
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+
+    def box(self, start: Shape, size: Shape) -> Tensor:
+        """Returns a box [*size]."""
+
+
+class Chain:
+    """Elements one after the other; cut: a part of them, that of another chain."""
+
+    def __init__(self, parts: Sequence[Elements]) -> None:
+        self.parts = [part for part in parts if part.numel] or list(parts[:1])
+        self._ends = list(accumulate(part.numel for part in self.parts))
+        if len({part.dtype for part in self.parts}) != 1:
+            raise CheckpointError("pieces of a tensor are missing, or have several formats")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Their format."""
+        return self.parts[0].dtype
+
+    @property
+    def numel(self) -> int:
+        """How many there are."""
+        return self._ends[-1]
+
+    def cut(self, first: int, last: int) -> Elements:
+        """Returns elements [first, last), to be read later; CheckpointError where there are fewer."""
+        return Cut(self, first, last)
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Returns elements [first, last), as [last - first]."""
+        out = torch.empty(last - first, dtype=self.dtype)
+        number, at = bisect_right(self._ends, first), first
+        while at < last:
+            begin = self._ends[number] - self.parts[number].numel
+            end = min(last, self._ends[number])
+            out[at - first : end - first] = self.parts[number].read(at - begin, end - begin)
+            number, at = number + 1, end
+        return out
+
+
+class Cut:
+    """A range of other elements."""
+
+    def __init__(self, whole: Elements, first: int, last: int) -> None:
+        if not 0 <= first <= last <= whole.numel:
+            raise CheckpointError(f"elements {first} to {last} are needed, and there are {whole.numel}")
+        self.whole, self.first, self.last = whole, first, last
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Their format."""
+        return self.whole.dtype
+
+    @property
+    def numel(self) -> int:
+        """How many there are."""
+        return self.last - self.first
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Returns elements [first, last), as [last - first]."""
+        return self.whole.read(self.first + first, self.first + last)
+
+
+class Spread:
+    """A tensor of that shape, whose elements, in row-major order, are these."""
+
+    def __init__(self, shape: Sequence[int], elements: Elements) -> None:
+        self.shape, self._elements = tuple(shape), elements
+        if math.prod(self.shape) != elements.numel:
+            raise CheckpointError(f"a tensor of shape {list(shape)} has {elements.numel} elements")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its format."""
+        return self._elements.dtype
+
+    def box(self, start: Shape, size: Shape) -> Tensor:
+        """Returns a box [*size]; of rows that are not whole, some at a time are read."""
+        if not self.shape:
+            return self._elements.read(0, 1).view(())
+        row = math.prod(self.shape[1:])
+        if tuple(size[1:]) == self.shape[1:]:
+            return self._elements.read(start[0] * row, (start[0] + size[0]) * row).view(size)
+        out = torch.empty(tuple(size), dtype=self.dtype)
+        inside = tuple(slice(a, a + n) for a, n in zip(start[1:], size[1:], strict=True))
+        step = max(1, CHUNK // (row * self.dtype.itemsize))
+        for first in range(0, size[0], step):
+            last = min(first + step, size[0])
+            rows = self._elements.read((start[0] + first) * row, (start[0] + last) * row)
+            out[first:last] = rows.view(last - first, *self.shape[1:])[(slice(None), *inside)]
+        return out
+
+
+class SideBySide:
+    """Tensors [rows, columns] as one, along the columns."""
+
+    def __init__(self, parts: Sequence[Boxes]) -> None:
+        if len({(part.dtype, part.shape[0], len(part.shape)) for part in parts}) != 1 or len(parts[0].shape) != 2:
+            raise CheckpointError("what ranks hold of a tensor does not fit together")
+        self._parts = list(parts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its format."""
+        return self._parts[0].dtype
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+        return (self._parts[0].shape[0], sum(part.shape[1] for part in self._parts))
+
+    def box(self, start: Shape, size: Shape) -> Tensor:
+        """Returns a box [*size]."""
+        found, at = [], 0
+        for part in self._parts:
+            a, b = max(start[1] - at, 0), min(start[1] + size[1] - at, part.shape[1])
+            if a < b:
+                found.append(part.box((start[0], a), (size[0], b - a)))
+            at += part.shape[1]
+        return torch.cat(found, 1)
+
+
+class Rows:
+    """Ranges of rows (first, last) of tensors, one after the other, as one tensor."""
+
+    def __init__(self, ranges: Sequence[tuple[Boxes, int, int]]) -> None:
+        if len({(part.dtype, part.shape[1:]) for part, _, _ in ranges}) != 1 or not all(
+            part.shape for part, *_ in ranges
+        ):
+            raise CheckpointError("what ranks hold of a tensor does not fit together")
+        if any(not 0 <= first <= last <= part.shape[0] for part, first, last in ranges):
+            raise CheckpointError("a tensor has fewer rows than its model says")
+        self._ranges = list(ranges)
+        self._ends = list(accumulate(last - first for _, first, last in ranges))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its format."""
+        return self._ranges[0][0].dtype
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+        return (self._ends[-1], *self._ranges[0][0].shape[1:])
+
+    def box(self, start: Shape, size: Shape) -> Tensor:
+        """Returns a box [*size]."""
+        found, at, last = [], start[0], start[0] + size[0]
+        number = bisect_right(self._ends, at)
+        while at < last:
+            part, first, end = self._ranges[number]
+            begin = self._ends[number] - (end - first)
+            stop = min(last, self._ends[number])
+            found.append(part.box((first + at - begin, *start[1:]), (stop - at, *size[1:])))
+            number, at = number + 1, stop
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def stack(parts: Sequence[Boxes]) -> Boxes:
+    """Returns tensors as one, along the rows."""
+    return parts[0] if len(parts) == 1 else Rows([(part, 0, part.shape[0]) for part in parts])
+
+
+def rows(whole: Boxes, *ranges: tuple[int, int]) -> Boxes:
+    """Returns ranges of rows of a tensor as one."""
+    return Rows([(whole, first, last) for first, last in ranges])
