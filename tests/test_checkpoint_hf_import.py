@@ -234,6 +234,26 @@ def add(weights: dict[str, Tensor], **more: Tensor) -> None:
     weights.update({name.replace("__", "."): value for name, value in more.items()})
 
 
+def begin(folder: Path) -> str:
+    """What an engine says that begins from a folder, and whether it would train on."""
+    engine = engine_of(config_of(folder, 2, tp=2))
+    with pytest.raises(CheckpointError) as refused:
+        engine.load(folder)
+    with pytest.raises(RuntimeError, match="load a checkpoint"):
+        engine.save(folder / "again")
+    return str(refused.value)
+
+
+def test_a_folder_with_a_value_that_is_not_finite_is_refused_on_every_rank(folders: Path, tmp_path: Path) -> None:
+    def spoil(weights: dict[str, Tensor]) -> None:
+        weights["model.layers.1.mlp.up_proj.weight"][-1, 0] = math.nan  # the last tensor rank's alone
+
+    path = change(folders / "qwen3", tmp_path / "theirs", spoil)
+    said = run_ranks(2, begin, path)
+    assert said[0] == said[1]
+    assert "has values that are not finite (NaN or infinite)" in said[0]
+
+
 SPELLINGS: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any]]] = {
     "GPT-2 as it was published": ("gpt2", lambda w: (
         rename(w, "transformer.", ""),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from threed import collectives
-from threed.checkpoint import fit
+from threed.checkpoint import finite, fit
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.hf import dtype_of, narrowed
@@ -26,7 +26,7 @@ from threed.resolution import resolve_model
 from threed.sharding import Box, Piece
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import PREVIOUS, WEIGHT, fill, records
+from threed.zero.records import PREVIOUS, WEIGHT, fill_in_place, records
 
 FREE = ("seq", "dropout")  # what a run may say of a model that comes from a folder
 
@@ -69,14 +69,19 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     _refuse(fit.differences(folder.shapes, here.weights, "weights") if everyone.index == 0 else [], everyone)
     _refuse(_overflows(folder, optimizer, config), everyone)
 
-    def source(part: str, piece: Piece, box: Box) -> Tensor:
-        if part not in (WEIGHT, PREVIOUS):
-            return torch.zeros(box.size)
-        return folder.box(piece.name, box.start, box.size)
+    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
+        if part in (WEIGHT, PREVIOUS):
+            out.copy_(folder.box(piece.name, box.start, box.size))
+        else:
+            out.zero_()
 
-    fill(optimizer, source)
+    watch = finite.Watch(write, here.trained)
+    fill_in_place(optimizer, watch)
+    optimizer.tear()  # until all ranks have found nothing
+    _refuse([f"{path}: {problem}" for problem in watch.problems], everyone)
+    optimizer.mend()
     optimizer.updates.zero_()
-    optimizer.skips.zero_()
+    optimizer.bad.restore({"skips": 0.0})
     return {"steps": 0, "consumed": 0, "extra": {}}
 
 
