@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests import megatron_checkpoints as written
+from tests.harness import run_ranks
 from tests.megatron_checkpoints import GPT, LLAMA
 from threed import cli
 from threed.checkpoint import native
@@ -112,6 +113,55 @@ def test_other_models_are_refused_by_name(problem: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=problem):
         convert(folder, tmp_path / "native", allow_pickle=True)
     assert not (tmp_path / "native").exists()
+
+
+# -------------------------------------------------------------------------------------------------------- torch_dist
+
+
+def write_all(place: Path, cases: list[tuple[str, dict[str, Any], bool]]) -> None:
+    for name, args, numbered in cases:
+        written.write_dist(place / name, args, written.weights_of(written.model_of(args)), numbered)
+
+
+@pytest.fixture(scope="module")
+def dists(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of torch_dist, which two ranks wrote."""
+    place = tmp_path_factory.mktemp("dist")
+    run_ranks(2, write_all, place, [("llama", LLAMA, False), ("gpt", GPT, False), ("numbered", LLAMA, True)])
+    return place
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt", "numbered"])
+def test_torch_dist_is_the_same_bit_for_bit(name: str, dists: Path, tmp_path: Path) -> None:
+    args = GPT if name == "gpt" else LLAMA
+    assert len(list((dists / name).glob("*.distcp"))) == 2
+    with pytest.warns(UserWarning, match="weights alone are read"):
+        out = convert(dists / name, tmp_path / "native", allow_pickle=True)
+    check(out, args, written.weights_of(written.model_of(args)))
+
+
+DIST_DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "is of kind zarr: torch_dist and the legacy one": lambda folder: (folder / "metadata.json").write_text(
+        '{"sharded_backend": "zarr"}'
+    ),
+    "says there of which kind": lambda folder: (folder / "metadata.json").unlink(),
+    "has no args": lambda folder: (folder / "common.pt").unlink(),
+    "__1_0.distcp": lambda folder: (folder / "__1_0.distcp").unlink(),
+    "is cut off": lambda folder: (folder / "__1_0.distcp").write_bytes((folder / "__1_0.distcp").read_bytes()[:900]),
+    "which no checkpoint needs": lambda folder: (folder / ".metadata").write_bytes(b"cposix\nsystem\n(S'true'\ntR."),
+}
+
+
+@pytest.mark.parametrize("problem", DIST_DAMAGE)
+def test_damaged_torch_dist_is_refused(problem: str, dists: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    shutil.copytree(dists / "llama", folder)
+    DIST_DAMAGE[problem](folder)
+    with pytest.raises(CheckpointError, match=problem):
+        convert(folder, tmp_path / "native", allow_pickle=True)
+
+
+# -------------------------------------------------------------------------------------------------------- not whole
 
 
 def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
