@@ -186,10 +186,13 @@ def write_dist(out: Path, args: dict[str, Any], weights: dict[str, Tensor], numb
             size = torch.Size([len(layers)] * stacked + [rows, *layers[0].shape[1:]])
             state[key] = sharded([(first, own.clone()) for _, first, own, *_ in mine], size, rank)
     state["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(3)
+    settings = argparse.Namespace(**args, attention_backend=AttnBackend.auto)
+    if numbered:
+        state["args"] = settings  # as Megatron does of late
     dcp.save(state, storage_writer=dcp.FileSystemWriter(out))
     if rank == 0:
-        settings = argparse.Namespace(**args, attention_backend=AttnBackend.auto)
-        torch.save({"args": settings, "iteration": 100}, out / "common.pt")
+        if not numbered:
+            torch.save({"args": settings, "iteration": 100}, out / "common.pt")
         (out / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     dist.barrier()
     return out
