@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import random
 import shutil
-from collections.abc import Callable
+import struct
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +168,37 @@ def test_damaged_torch_dist_is_refused(problem: str, dists: Path, tmp_path: Path
 
 
 # -------------------------------------------------------------------------------------------------------- not whole
+
+
+def mutants(data: bytes, count: int) -> Iterator[bytes]:
+    """A file of torch.save with its pickle changed a little, and its checksum renewed."""
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        info = next(info for info in file.infolist() if info.filename.endswith("/data.pkl"))
+    first = info.header_offset + 30 + sum(struct.unpack("<HH", data[info.header_offset + 26 :][:4]))
+    draw = random.Random(5)
+    for _ in range(count):
+        mutant = bytearray(data)
+        for _ in range(draw.choice([1, 1, 2, 5, 30])):
+            at = draw.randrange(first, first + info.file_size)
+            mutant[at] = draw.choice([draw.randrange(256), draw.choice(b"\x80()]}.0Nc\x81\x85Rbqrtsuehjk\xff"), 1])
+        crc = zlib.crc32(mutant[first : first + info.file_size])
+        yield bytes(mutant).replace(struct.pack("<I", info.CRC), struct.pack("<I", crc))
+
+
+def test_mutants_of_a_pickle_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    weights = written.weights_of(written.model_of(LLAMA))
+    file = written.write_legacy(tmp_path / "theirs", LLAMA, weights) / "iter_0000100/mp_rank_00/model_optim_rng.pt"
+    problems = []
+    for number, mutant in enumerate(mutants(file.read_bytes(), 40)):
+        file.write_bytes(mutant)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                convert(tmp_path / "theirs", tmp_path / "native" / str(number), allow_pickle=True)
+        except CheckpointError as error:
+            problems.append(str(error))
+    assert len(problems) > 20
+    assert not any("\n" in problem for problem in problems)
+    assert len(list((tmp_path / "native").iterdir())) == 40 - len(problems)
 
 
 def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
