@@ -24,6 +24,7 @@ ADAMW = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0, "to
 CASES: dict[str, tuple[str, int, bool, dict[str, Any]]] = {  # model, stage, bf16, more of the configuration
     "gpt2-1-fp32": ("gpt2", 1, False, {}),
     "llama-2-fp32": ("llama", 2, False, {}),
+    "elastic-1-fp32": ("gpt2", 1, False, {"elastic_checkpoint": True}),
     "gpt2-3-fp32": ("gpt2", 3, False, {"sub_group_size": 700, "stage3_param_persistence_threshold": 40}),
     "llama-1-bf16": ("llama", 1, True, {}),
     "gpt2-2-bf16": ("gpt2", 2, True, {}),

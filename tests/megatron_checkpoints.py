@@ -147,3 +147,77 @@ def write_legacy(
 def part_of_embedding(tensors: dict[str, Tensor], rank: int, tp: int) -> Tensor:
     """The copy of the embedding that the last stage has."""
     return tensors["embedding.word_embeddings.weight"].chunk(tp)[rank].clone()
+
+
+def write_dist(out: Path, args: dict[str, Any], weights: dict[str, Tensor], numbered: bool = False) -> Path:
+    """Writes a `torch_dist` checkpoint, collectively, on as many tensor ranks as there are ranks.
+
+    Each rank has its part of a tensor's columns or rows, and every other layer of what tensor ranks have copies of.
+    numbered: layers have numbers for names, and halves of a gated linear_fc1 names of their own.
+    """
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    rank, tp = dist.get_rank(), dist.get_world_size()
+    model, state = model_of(args), dict[str, Any]()
+    for name, layers in by_layer(whole(weights, model, engine=True), numbered).items():
+        split = 1 if "linear_proj.weight" in name or "linear_fc2.weight" in name else 0
+        copies = "layer_norm" in name or not any(
+            key in name for key in ("qkv", "proj.weight", "fc1", "fc2.weight", "word_embeddings", "output_layer")
+        )
+        stacked = "layers." in name and not numbered
+        parts = []
+        for number, layer in enumerate(layers):
+            halves = layer.chunk(2) if args["swiglu"] and "fc1." in name and "layer_norm" not in name else [layer]
+            names = [name + ("_w", "_v")[i] * (numbered and len(halves) > 1) for i in range(len(halves))]
+            at = 0
+            for key, half in zip(names, halves, strict=True):
+                at = 0 if numbered else at
+                own = half if copies else half.chunk(tp, split)[rank]
+                first = [0] * half.dim()
+                first[0] = at
+                if not copies:
+                    first[split] += rank * own.shape[split]
+                at += half.shape[0]
+                parts.append((key, [number] * stacked + first, own[None] if stacked else own, half.shape, number))
+        for key in dict.fromkeys(part[0] for part in parts):
+            mine = [part for part in parts if part[0] == key and (not copies or part[4] % tp == rank)]
+            rows = layers[0].shape[0] // (2 if key.endswith(("_w", "_v")) else 1)
+            size = torch.Size([len(layers)] * stacked + [rows, *layers[0].shape[1:]])
+            state[key] = sharded([(first, own.clone()) for _, first, own, *_ in mine], size, rank)
+    state["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(3)
+    settings = argparse.Namespace(**args, attention_backend=AttnBackend.auto)
+    if numbered:
+        state["args"] = settings  # as Megatron does of late
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(out))
+    if rank == 0:
+        if not numbered:
+            torch.save({"args": settings, "iteration": 100}, out / "common.pt")
+        (out / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    dist.barrier()
+    return out
+
+
+def by_layer(tensors: dict[str, Tensor], numbered: bool) -> dict[str, list[Tensor]]:
+    """Tensors with those of all layers together."""
+    found: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        words = name.split(".")
+        if words[1] == "layers" and not numbered:
+            del words[2]
+        found.setdefault(".".join(words), []).append(tensor)
+    return found
+
+
+def sharded(parts: list[tuple[list[int], Tensor]], size: torch.Size, rank: int) -> Any:
+    """A tensor of which this rank has some boxes, as Megatron makes it for torch."""
+    import torch.distributed as dist
+    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+    from torch.distributed._shard.sharding_spec import ShardMetadata
+
+    mine = [ShardMetadata(first, list(part.shape), f"rank:{rank}/cpu") for first, part in parts]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    about = ShardedTensorMetadata([box for some in everyone for box in some], size, TensorProperties(torch.bfloat16))
+    shards = [Shard(part, box) for (_, part), box in zip(parts, mine, strict=True)]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(shards, about)

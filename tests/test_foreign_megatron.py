@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import random
 import shutil
-from collections.abc import Callable
+import struct
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tests import megatron_checkpoints as written
+from tests.harness import run_ranks
 from tests.megatron_checkpoints import GPT, LLAMA
 from threed import cli
 from threed.checkpoint import native
@@ -112,6 +119,86 @@ def test_other_models_are_refused_by_name(problem: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=problem):
         convert(folder, tmp_path / "native", allow_pickle=True)
     assert not (tmp_path / "native").exists()
+
+
+# -------------------------------------------------------------------------------------------------------- torch_dist
+
+
+def write_all(place: Path, cases: list[tuple[str, dict[str, Any], bool]]) -> None:
+    for name, args, numbered in cases:
+        written.write_dist(place / name, args, written.weights_of(written.model_of(args)), numbered)
+
+
+@pytest.fixture(scope="module")
+def dists(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of torch_dist, which two ranks wrote."""
+    place = tmp_path_factory.mktemp("dist")
+    run_ranks(2, write_all, place, [("llama", LLAMA, False), ("gpt", GPT, False), ("numbered", LLAMA, True)])
+    return place
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt", "numbered"])
+def test_torch_dist_is_the_same_bit_for_bit(name: str, dists: Path, tmp_path: Path) -> None:
+    args = GPT if name == "gpt" else LLAMA
+    assert len(list((dists / name).glob("*.distcp"))) == 2
+    with pytest.warns(UserWarning, match="weights alone are read"):
+        out = convert(dists / name, tmp_path / "native", allow_pickle=True)
+    check(out, args, written.weights_of(written.model_of(args)))
+
+
+DIST_DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "is of kind zarr: torch_dist and the legacy one": lambda folder: (folder / "metadata.json").write_text(
+        '{"sharded_backend": "zarr"}'
+    ),
+    "says there of which kind": lambda folder: (folder / "metadata.json").unlink(),
+    "has no args": lambda folder: (folder / "common.pt").unlink(),
+    "__1_0.distcp": lambda folder: (folder / "__1_0.distcp").unlink(),
+    "is cut off": lambda folder: (folder / "__1_0.distcp").write_bytes((folder / "__1_0.distcp").read_bytes()[:900]),
+    "which no checkpoint needs": lambda folder: (folder / ".metadata").write_bytes(b"cposix\nsystem\n(S'true'\ntR."),
+}
+
+
+@pytest.mark.parametrize("problem", DIST_DAMAGE)
+def test_damaged_torch_dist_is_refused(problem: str, dists: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    shutil.copytree(dists / "llama", folder)
+    DIST_DAMAGE[problem](folder)
+    with pytest.raises(CheckpointError, match=problem):
+        convert(folder, tmp_path / "native", allow_pickle=True)
+
+
+# -------------------------------------------------------------------------------------------------------- not whole
+
+
+def mutants(data: bytes, count: int) -> Iterator[bytes]:
+    """A file of torch.save with its pickle changed a little, and its checksum renewed."""
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        info = next(info for info in file.infolist() if info.filename.endswith("/data.pkl"))
+    first = info.header_offset + 30 + sum(struct.unpack("<HH", data[info.header_offset + 26 :][:4]))
+    draw = random.Random(5)
+    for _ in range(count):
+        mutant = bytearray(data)
+        for _ in range(draw.choice([1, 1, 2, 5, 30])):
+            at = draw.randrange(first, first + info.file_size)
+            mutant[at] = draw.choice([draw.randrange(256), draw.choice(b"\x80()]}.0Nc\x81\x85Rbqrtsuehjk\xff"), 1])
+        crc = zlib.crc32(mutant[first : first + info.file_size])
+        yield bytes(mutant).replace(struct.pack("<I", info.CRC), struct.pack("<I", crc))
+
+
+def test_mutants_of_a_pickle_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    weights = written.weights_of(written.model_of(LLAMA))
+    file = written.write_legacy(tmp_path / "theirs", LLAMA, weights) / "iter_0000100/mp_rank_00/model_optim_rng.pt"
+    problems = []
+    for number, mutant in enumerate(mutants(file.read_bytes(), 40)):
+        file.write_bytes(mutant)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                convert(tmp_path / "theirs", tmp_path / "native" / str(number), allow_pickle=True)
+        except CheckpointError as error:
+            problems.append(str(error))
+    assert len(problems) > 20
+    assert not any("\n" in problem for problem in problems)
+    assert len(list((tmp_path / "native").iterdir())) == 40 - len(problems)
 
 
 def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf_folder import CONFIG
-from threed.foreign import megatron
+from threed.foreign import megatron, megatron_dist
 from threed.foreign.deepspeed import DeepSpeedCheckpoint, step_folder
 from threed.foreign.source import Source
 
@@ -19,7 +19,7 @@ def kind_of(path: Path) -> str | None:
     """Returns whose checkpoint a folder is, by its files; None where it is none of these."""
     if path.is_dir() and step_folder(path) is not None:
         return "DeepSpeed"
-    return "Megatron-LM" if megatron.is_legacy(path) else None
+    return "Megatron-LM" if megatron.is_legacy(path) or megatron_dist.is_dist(path) else None
 
 
 def refusal(path: Path, kind: str) -> str:
@@ -33,7 +33,7 @@ def refusal(path: Path, kind: str) -> str:
 def open_source(path: Path, kind: str, config: Path | None) -> Source:
     """Returns what is in a folder. Raises CheckpointError for what is not read, by name."""
     if kind == "Megatron-LM":
-        return megatron.open_legacy(path)
+        return megatron.open_legacy(path) if megatron.is_legacy(path) else megatron_dist.open_dist(path)
     return DeepSpeedCheckpoint(path, _config_of(path, kind, config))
 
 

@@ -314,7 +314,7 @@ def cut_off() -> list[str]:
             left.append(f"limit {name}: {error}")
     try:
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) and libc.unshare(CLONE_NEWNET):
+        if libc.unshare(CLONE_NEWNET) and libc.unshare(CLONE_NEWUSER | CLONE_NEWNET):  # as root, or as any user
             raise OSError(os.strerror(ctypes.get_errno()))
     except (AttributeError, OSError) as error:
         left.append(f"network: {error}")

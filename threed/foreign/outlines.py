@@ -136,7 +136,8 @@ def _run(said: bytes, count: int) -> list[Any]:
     """Runs the program on so many jobs; returns a line of each."""
     command = [sys.executable, "-I", "-S", outliner.__file__]
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, env={}, cwd="/") as process:
+    env = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH") if name in os.environ}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, env=env, cwd="/") as process:
         timer = threading.Timer(SECONDS, process.kill)
         timer.start()
         try:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from threed.checkpoint.files import CheckpointError
 from threed.foreign.outlines import CHUNK
+from threed.sharding import intersect, slices
 
 Shape = tuple[int, ...]
 
@@ -204,6 +205,50 @@ class Rows:
             found.append(part.box((first + at - begin, *start[1:]), (stop - at, *size[1:])))
             number, at = number + 1, stop
         return found[0] if len(found) == 1 else torch.cat(found)
+
+
+class Boxed:
+    """A tensor of boxes (first element along every dimension, tensor), which must cover it."""
+
+    def __init__(self, shape: Sequence[int], parts: Sequence[tuple[Shape, Boxes]]) -> None:
+        self.shape, self._parts = tuple(shape), list(parts)
+        if len({part.dtype for _, part in parts}) != 1:
+            raise CheckpointError("pieces of a tensor are missing, or have several formats")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its format."""
+        return self._parts[0][1].dtype
+
+    def box(self, start: Shape, size: Shape) -> Tensor:
+        """Returns a box [*size]."""
+        out = torch.empty(tuple(size), dtype=self.dtype)
+        for origin, part in self._parts:
+            if (common := intersect(start, size, origin, part.shape)) is not None:
+                first = tuple(a - o for a, o in zip(common[0], origin, strict=True))
+                out[slices(*common, start)] = part.box(first, common[1])
+        return out
+
+
+class At:
+    """One of the tensors that are stacked along a first dimension."""
+
+    def __init__(self, whole: Boxes, index: int) -> None:
+        self._whole, self._index = whole, index
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its format."""
+        return self._whole.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+        return self._whole.shape[1:]
+
+    def box(self, start: Shape, size: Shape) -> Tensor:
+        """Returns a box [*size]."""
+        return self._whole.box((self._index, *start), (1, *size))[0]
 
 
 def stack(parts: Sequence[Boxes]) -> Boxes:
