@@ -216,7 +216,7 @@ def poison_part(engine: Engine, part: str, value: float) -> None:
 def test_values_that_are_not_finite_are_neither_saved_nor_loaded(case: Case, tmp_path: Path) -> None:
     first, second = run_ranks(2, saved_and_loaded, case, str(tmp_path))
     assert first == second
-    assert all("rank 1 could not write" in text and "exp_avg_sq of " in text for text in first[:2])
+    assert all("rank 1: exp_avg_sq of " in text for text in first[:2])
     assert all(
         "not finite (NaN or infinite), and is not saved (earlier checkpoints are intact)" in t for t in first[:2]
     )
@@ -444,7 +444,7 @@ def test_a_bit_that_flips_in_a_copy_is_found_and_its_rank_named(world: int) -> N
         assert not wrong, "\n".join(wrong)
 
 
-def flipped_on_the_way(folder: Path) -> list[Any]:
+def flipped_on_the_way(folder: Path) -> str:
     """A run of two data ranks, one of which has a bit flipped before step 5; saved every second step."""
     flags = {**KEEPS, "zero": {"stage": 0}, "run": {"dir": str(folder / "run"), "name": "run", "check_replicas": 3}}
 
@@ -455,15 +455,15 @@ def flipped_on_the_way(folder: Path) -> list[Any]:
 
     with before_step(5, damage), pytest.raises(replicas.ReplicaError) as ended:
         run(folder, open_text(folder), 2, **flags)
-    return [str(ended.value), kept(folder)]
+    return str(ended.value)
 
 
 def test_a_run_with_a_flipped_bit_ends_before_it_saves(tmp_path: Path) -> None:
     """Copies are compared after steps 3 and 6, and before each checkpoint: after 2, 4 and 6."""
-    for said, names in run_ranks(2, flipped_on_the_way, tmp_path):
+    for said in run_ranks(2, flipped_on_the_way, tmp_path):
         assert said.startswith("step 6: copies of ")
         assert "two copies do not tell which is right" in said
-        assert names == ["step-2", "step-4"]
+    assert kept(tmp_path) == ["step-2", "step-4"]
 
 
 # -------------------------------------------------------------------------------------------------------------- spikes
