@@ -1,7 +1,7 @@
 """Damaged and hostile files from outside: each mutant is refused in one line, or means what it says; nothing else.
 
     HF folders    `threed convert`: header, index, configuration; what is accepted has the tensors that the files say,
-                  read by the twin below, and no others
+                  read by the twin below, and no others. `--checkpoint.resume`: a plan, or a refusal
     text, tokens  `threed tokenize` of .jsonl, with a tokenizer.json; Megatron's .idx
     keys          TOML as `--config`, ds_config.json
 
@@ -30,7 +30,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.test_checkpoint_fuzz import VALUES, change
-from tests.test_models_families import theirs
+from tests.test_models_families import FAMILIES, theirs
+from threed import launch
 from threed.arguments import PRESETS, load_checked, to_toml
 from threed.cli import main
 from threed.config import ConfigError
@@ -212,6 +213,17 @@ def judge_folder(folder: Path, to: str) -> str:
     return "same"
 
 
+def judge_run(folder: Path) -> str:
+    """Plans a run that begins from a folder."""
+    said = io.StringIO()
+    words = ["--checkpoint.resume", str(folder / "in"), "--data.path", str(folder / "in" / "x.txt"), "--model.seq", "8"]
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = launch.main([*words, "--dry-run"], prog="threed train")
+    assert code in (0, 2)
+    refused(*said.getvalue().strip().split("\n"))
+    return "refused" if code else "same"
+
+
 def judge_toml(folder: Path) -> str:
     """Reads a file of keys; what is accepted can be written and read again."""
     try:
@@ -274,6 +286,11 @@ def make_inputs(place: Path) -> None:
     """Whole files of each kind."""
     for name, size in (("qwen2", "1GB"), ("gpt2", "20KB")):
         theirs(name).save_pretrained(place / name, max_shard_size=size)
+    kind, sizes = FAMILIES["gpt2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "gpt2", (kind, sizes | {"vocab_size": 300}))
+        theirs("gpt2").save_pretrained(place / "run")
+    (place / "run" / "x.txt").write_text("some text, and more\n" * 200)
     (place / "toml").mkdir()
     shutil.copy(PRESETS / "llama-tiny.toml", place / "toml" / "x.toml")
     (place / "ds").mkdir()
@@ -298,6 +315,8 @@ KINDS: dict[str, Kind] = {
     "index": ("gpt2", INDEX, forge_index, lambda folder: judge_folder(folder, "native")),
     "forged index": ("gpt2", INDEX, forge, lambda folder: judge_folder(folder, "hf")),
     "damaged index": ("gpt2", INDEX, damage, lambda folder: judge_folder(folder, "hf")),
+    "configuration of a run": ("run", "config.json", forge, judge_run),
+    "damaged configuration of a run": ("run", "config.json", damage, judge_run),
     "TOML": ("toml", "x.toml", forge_toml, judge_toml),
     "damaged TOML": ("toml", "x.toml", damage, judge_toml),
     "ds_config": ("ds", "ds.json", forge, judge_ds),
@@ -375,8 +394,8 @@ def test_whole_files_are_accepted(inputs: Path, tmp_path: Path) -> None:
 
 
 def test_no_mutant_gets_through(inputs: Path) -> None:
-    ends = fuzzed(inputs, 1, 18 * 25)
-    assert sum(ends.values()) == 450
+    ends = fuzzed(inputs, 1, 20 * 20)
+    assert sum(ends.values()) == 400
     assert all(ends[kind, "refused"] for kind in KINDS)
 
 

@@ -45,7 +45,6 @@ def resolved(argv: list[str], defaults: dict[str, Any]) -> Any:
     """The configuration of a run that begins from a folder."""
     start = find(argv, defaults)
     assert start is not None
-    assert start.problems() == []
     return load([*start.flags, *argv], defaults=start.defaults)[0]
 
 
@@ -85,9 +84,8 @@ def test_a_folder_that_does_not_fit_is_refused_before_the_start(
         ({"hidden_size": 44}, "model.embed_tokens.weight is [300, 40], not [300, 44]"),
     ]:
         (source / "config.json").write_text(json.dumps(about | changes))
-        code = launch.main(words, prog="threed train")
-        said = capsys.readouterr()
-        assert (code, problem in said.err + said.out) == (0 if "hidden_size" in changes else 2, True), said
+        assert launch.main(words, prog="threed train") == 2
+        assert problem in capsys.readouterr().err
     (source / "config.json").write_text(json.dumps(about))
     assert launch.main(words, prog="pretrain/gpt.py", arch="gpt") == 2
     assert "pretrain/gpt.py trains gpt, and the preset, file or folder says model.arch llama" in capsys.readouterr().err

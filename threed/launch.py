@@ -72,7 +72,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     local_world = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
     try:
-        start = pretrained.find(argv, defaults)
+        start = pretrained.find(argv, defaults, check=_local_rank() == 0)  # the others are ended with it
         flags, groups = (argv, defaults) if start is None else ([*start.flags, *argv], start.defaults)
         config, options = _load(flags, groups, world, local_world)
         if options.help:
@@ -84,7 +84,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         forecast = _forecast(config, world, options.dry_run)
     except ConfigError as error:
         return refuse(format_problems(error.problems))
-    problems = _problems_here(config, forecast) + ([] if start is None or _local_rank() else start.problems())
+    problems = _problems_here(config, forecast)
     if options.dry_run:  # of a run on another machine, perhaps: what is in the way on this one is only said
         text = [] if forecast is None else [forecast.text()]
         return _say("\n".join([*text, *(f"here       {problem}" for problem in problems)]))

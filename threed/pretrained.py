@@ -29,25 +29,17 @@ SEQ = 256  # as long as nobody says how long
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Where a run begins; flags: those that say what its model is. defaults: of the program, with the folder's.
+    """Where a run begins; flags: those that say what its model is. defaults: of the program, with the folder's."""
 
-    folder: one of Hugging Face's, or None for what was converted from one.
-    """
-
-    folder: HFFolder | None
     flags: list[str]
     defaults: Groups
 
-    def problems(self) -> list[str]:
-        """Returns what of the folder's tensors does not fit its configuration."""
-        try:
-            return list(self.folder.problems()) if self.folder else []
-        except CheckpointError as error:
-            return [str(error)]
 
+def find(argv: list[str], defaults: Groups, check: bool = True) -> Pretrained | None:
+    """Returns what the folder says that a command line begins from, if it does. ConfigError with what is wrong.
 
-def find(argv: list[str], defaults: Groups) -> Pretrained | None:
-    """Returns the folder that a command line begins from, if it does. ConfigError with what is wrong."""
+    check: look at all its tensors, too.
+    """
     try:
         config, options = load(argv, defaults=defaults)
     except ConfigError:
@@ -56,25 +48,28 @@ def find(argv: list[str], defaults: Groups) -> Pretrained | None:
     if options.help or config.checkpoint.resume in ("auto", "none"):
         return None
     try:
-        opened = _open(path)
+        opened = _open(path, check)
     except CheckpointError as error:
         raise ConfigError([f"--checkpoint.resume {path}: {error}"]) from None
     if opened is None:
         return None
-    folder, saved, tokenizer = opened
-    found = Pretrained(folder, _flags(saved), _with(defaults, saved, tokenizer))
+    saved, tokenizer = opened
+    found = Pretrained(_flags(saved), _with(defaults, saved, tokenizer))
     model = load([*found.flags, *argv], defaults=found.defaults)[0].model
     if differences := model_differences(path, saved, model):
         raise ConfigError([f"{text}: leave the flag out, the folder says what its model is" for text in differences])
     return found
 
 
-def _open(path: Path) -> tuple[HFFolder | None, ModelConfig, str | None] | None:
-    """Returns a Hugging Face folder, or a native checkpoint without any step: its model, and its tokenizer if it has
-    one. None for another thing: a run that goes on says itself what its model is, and is told where that differs."""
+def _open(path: Path, check: bool) -> tuple[ModelConfig, str | None] | None:
+    """Returns the model of a Hugging Face folder, or of a native checkpoint without any step, and its tokenizer if it
+    has one. None for another thing: a run that goes on says itself what its model is, and is told where that differs.
+    """
     if is_hf_folder(path):
         folder = HFFolder(path)
-        return folder, folder.model, str(path) if (path / "tokenizer.json").is_file() else None
+        if problems := list(folder.problems()) if check else []:
+            raise CheckpointError("; ".join(problems))
+        return folder.model, str(path) if (path / "tokenizer.json").is_file() else None
     if not (path / native.MANIFEST).is_file():
         return None
     manifest = native.read_manifest(path)
@@ -85,7 +80,7 @@ def _open(path: Path) -> tuple[HFFolder | None, ModelConfig, str | None] | None:
     except ValueError:
         return None
     name = manifest["config"]["data"]["tokenizer"]
-    return None, model, None if name in ("none", "bytes") else str(name)
+    return model, None if name in ("none", "bytes") else str(name)
 
 
 def _flags(model: ModelConfig) -> list[str]:

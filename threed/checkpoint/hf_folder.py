@@ -212,7 +212,7 @@ def _places(path: Path) -> dict[str, str]:
     if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
         raise CheckpointError(f"{path / INDEX}: its weight_map must have the name of a file for every tensor")
     for file in dict.fromkeys(places.values()):
-        if Path(file).name != file or "\0" in file or not file.endswith(".safetensors"):
+        if Path(file).name != file or not file.isprintable() or not file.endswith(".safetensors"):
             raise CheckpointError(f"{path / INDEX} names {plain(file)}, which is no safetensors file of its folder")
     return places
 
