@@ -103,5 +103,6 @@ def test_a_model_that_was_saved_before_keys_came_means_what_it_meant() -> None:
         "seq": 16, "dropout": 0.0, "tied": False, "bias": False, "norm_eps": 1e-5, "rope_theta": 1e4, "qk_norm": True,
     }  # fmt: skip
     config = resolve(Config.model_validate({"model": old}), 260, 1)
-    assert model_differences({"config": {"model": old}}, config) == []
-    assert len(model_differences({"config": {"model": {**old, "rope_theta": 2e4}}}, config)) == 1
+    state = {"steps": 3, "extra": {}}
+    assert model_differences({"config": {"model": old}, "state": state}, config) == []
+    assert len(model_differences({"config": {"model": {**old, "rope_theta": 2e4}}, "state": state}, config)) == 1
