@@ -238,15 +238,18 @@ class Net(nn.Module):
         return F.mse_loss(self.last(torch.tanh(self.first(x))), y)
 
 
-def changed_by_hand(folder: Path, stage: int) -> bool:
+def changed_by_hand(folder: Path, stage: int, place: str) -> bool:
     """Whether a save of a wrapped module is that of before its parameters were changed by hand."""
     torch.manual_seed(0)
     batch = {"x": torch.randn(4, 16), "y": torch.randn(4, 8)}
-    config = changed(Case(dp=2, zero=stage, dtype="fp32"), train={"global_batch": 8, "micro_batch": 2})
+    case = Case(
+        dp=2, zero=stage, dtype="fp32", bucket_mib=0.0005, offload_optimizer="cpu" if place == "host" else "none"
+    )
+    config = changed(case, train={"global_batch": 8, "micro_batch": 2})
     engine = Engine(Net(), topology_of(1, 1), config)
     engine.step(batch)
     engine.save(folder / "one")
-    with late_thread():
+    with late_thread(), small_room() if place == "window" else ExitStack():
         save = engine.start_save(folder / "other")
         with engine.gathered() as module, torch.no_grad():
             for param in module.parameters():
@@ -256,9 +259,11 @@ def changed_by_hand(folder: Path, stage: int) -> bool:
     return engine.topology.rank > 0 or files(folder / "one") == files(folder / "other")
 
 
+@pytest.mark.parametrize("place", ["device", "host", "window"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_is_changed_by_hand_afterwards_is_not_saved(stage: int, tmp_path: Path) -> None:
-    assert run_ranks(2, changed_by_hand, tmp_path, stage) == [True, True]
+def test_what_is_changed_by_hand_afterwards_is_not_saved(stage: int, place: str, tmp_path: Path) -> None:
+    """Of more slices, frozen ones too, than a window has places."""
+    assert run_ranks(2, changed_by_hand, tmp_path, stage, place) == [True, True]
 
 
 def waiting_for_each_other(folder: Path) -> list[Any]:
@@ -345,6 +350,27 @@ def test_a_save_that_fails_is_told_on_all_ranks_and_training_goes_on(full: int, 
     assert left == "['step-1']"
     assert "not JSON serializable" in bad
     assert after == "['step-1', 'step-3']"
+
+
+def places_after_failures(folder: Path) -> int:
+    """The places of the window, after saves that failed while updates had copies there."""
+    engine = engine_of(config_of(Case(dtype="fp32", layers=2, bucket_mib=0.02)))
+    with small_room(), slow_thread():
+        for _ in range(3):
+            with mock.patch("threed.checkpoint.finite.is_finite", side_effect=[True] * 4 + [False]):
+                save = engine.start_save(folder / "step")
+                train(engine, 1)
+                with pytest.raises(CheckpointError, match="not finite"):
+                    save.wait()
+        save = engine.start_save(folder / "step")
+        train(engine, 1)
+        assert engine.saver.room is not None
+        save.wait()
+        return len(engine.saver.room._window)
+
+
+def test_saves_that_fail_leave_the_window_as_it_was(tmp_path: Path) -> None:
+    assert run_ranks(1, places_after_failures, tmp_path) == [WINDOW]
 
 
 def unasked(folder: Path) -> list[str]:

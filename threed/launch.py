@@ -180,7 +180,7 @@ def train(config: Config, data: Data, command: list[str], forecast: Forecast | N
     """Builds topology, model and engine from a resolved configuration, and trains; forecast: of it, if known."""
     p = config.parallel
     limit = config.run.hang_timeout
-    timeout = timedelta(seconds=limit + GRACE_S) if limit else TIMEOUT
+    timeout = max(TIMEOUT, timedelta(seconds=limit + GRACE_S))  # no less: loading and the end are not watched
     topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=timeout)
     slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile)
     engine = Engine(models.build(config.model, slicing), topology, config)
@@ -285,7 +285,7 @@ def _resume_problems(folder: Path, config: Config) -> list[str]:
         return []  # looked at already
     if resume not in ("auto", "none") and not os.path.exists(Path(resume) / native.MANIFEST):
         where = f"--checkpoint.resume {resume}: no checkpoint is there (no {native.MANIFEST}, no config.json)"
-        return [f"{where}; give a step-N folder, or one of Hugging Face's"]
+        return [f"{where}; give a step-N folder, or one of Hugging Face's (`threed convert` makes one of others')"]
     for path in candidates(folder, resume):
         try:
             return native.model_differences(native.read_manifest(path), config)

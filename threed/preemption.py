@@ -89,9 +89,14 @@ def _read(host: Tensor, event: torch.Event) -> float:
     return float(host)
 
 
-def mark(folder: Path, step: int, reason: str, checkpoint: Path, job: str | None, world: int) -> None:
+def mark(folder: Path, step: int, reason: str, checkpoint: Path | None, job: str | None, world: int) -> None:
     """Writes the file of a run that was preempted."""
-    about = {"step": step, "reason": reason, "checkpoint": str(checkpoint), "time": time.strftime("%Y-%m-%d %H:%M:%S")}
+    about = {
+        "step": step,
+        "reason": reason,
+        "checkpoint": checkpoint and str(checkpoint),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
     scratch = folder / f"{FILE}.tmp"
     scratch.write_text(json.dumps({**about, "job": job, "attempt": _attempt(), "world": world}))
     scratch.replace(folder / FILE)

@@ -17,7 +17,8 @@ from typing import Any
 
 from threed.arguments import load, written
 from threed.checkpoint import native
-from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.convert import is_saved_tokenizer
+from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.hf_folder import HFFolder, is_hf_folder
 from threed.checkpoint.hf_import import model_differences
 from threed.config import ConfigError, ModelConfig, key_name
@@ -48,8 +49,8 @@ def find(argv: list[str], defaults: Groups, check: bool = True) -> Pretrained | 
     if options.help or config.checkpoint.resume in ("auto", "none"):
         return None
     try:
-        opened = _open(path, check)
-    except CheckpointError as error:
+        opened = _open(path, check, any(word.split("=")[0] == "--data.tokenizer" for word in argv))
+    except (CheckpointError, OSError) as error:
         raise ConfigError([f"--checkpoint.resume {path}: {error}"]) from None
     if opened is None:
         return None
@@ -61,9 +62,10 @@ def find(argv: list[str], defaults: Groups, check: bool = True) -> Pretrained | 
     return found
 
 
-def _open(path: Path, check: bool) -> tuple[ModelConfig, str | None] | None:
+def _open(path: Path, check: bool, named: bool) -> tuple[ModelConfig, str | None] | None:
     """Returns the model of a Hugging Face folder, or of a native checkpoint without any step, and its tokenizer if it
     has one. None for another thing: a run that goes on says itself what its model is, and is told where that differs.
+    named: the run names a tokenizer.
     """
     if is_hf_folder(path):
         folder = HFFolder(path)
@@ -79,8 +81,13 @@ def _open(path: Path, check: bool) -> tuple[ModelConfig, str | None] | None:
         model = resolve_model(ModelConfig.model_validate(manifest["config"]["model"]))
     except ValueError:
         return None
-    name = manifest["config"]["data"]["tokenizer"]
-    return model, None if name in ("none", "bytes") else str(name)
+    name = str(manifest["config"]["data"]["tokenizer"])
+    if named or name in ("none", "bytes"):
+        return model, None
+    if not is_saved_tokenizer(name, manifest):  # whoever wrote the checkpoint may have named any path
+        what = f"its tokenizer, {plain(name)}, is not here or has other files now"
+        raise CheckpointError(f"{what}: give --data.tokenizer")
+    return model, name
 
 
 def _flags(model: ModelConfig) -> list[str]:

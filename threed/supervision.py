@@ -15,6 +15,8 @@ import secrets
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -63,6 +65,16 @@ class Supervision:
         """Why this rank is to stop; of the time limit the first rank alone says so, for clocks differ."""
         over = self.limit is not None and self.topology.rank == 0 and time.time() - process.launched() > self.limit
         return self.signals.asked or (f"train.time-limit {self.limit:g} s" if over else "")
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Where the block ends by an error, nobody ends this rank any more: what follows has its time to end well."""
+        try:
+            yield
+        except Exception:
+            self._failing = True
+            self.watchdog.stop()
+            raise
 
     def __enter__(self) -> Supervision:
         self.signals.__enter__()

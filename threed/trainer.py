@@ -85,6 +85,7 @@ class Trainer:
             if self.main:
                 self.retention.sweep()
             with Supervision(self.folder, self.topology, self.config, self.interrupted) as supervision:
+                self.supervision = supervision
                 self.heartbeat, self.watchdog = supervision.heart, supervision.watchdog
                 self.stop = Stop(self.world, self.topology.device, supervision.asked)
                 self._run()
@@ -100,29 +101,44 @@ class Trainer:
         with self._monitor(extra, writes) as self.monitor:
             self.guard = Guard(self.engine, self.monitor.note)
             self._log_header(aside)
-            self._loop(last)
-            if self.profiler is not None:
-                self._end_profile(self.profiler)
-            self.heartbeat.beat(self.engine.steps, "save")
-            self.saves.end()
+            with self.engine.saver.ending(), self.supervision.failing():
+                self._loop(last)
+                if self.profiler is not None:
+                    self._end_profile(self.profiler)
+                self.heartbeat.beat(self.engine.steps, "save")
+                self.saves.end()
             if self.engine.steps != self.saves.last_saved:
-                self._save()
+                self._save_at_the_end()
             if self.stop and self.engine.steps < last:
                 self._preempted()
             self._end()
 
     def _loop(self, last: int) -> None:
         self.stop.now()
-        with Prefetcher(self._fetch, self.engine.steps) as batches, self.engine.saver.ending():
+        with Prefetcher(self._fetch, self.engine.steps) as batches:
             while self.engine.steps < last and not self.stop:
                 self._one_step(batches)
 
+    def _save_at_the_end(self) -> None:
+        """The last save; where it fails in a run that was asked to end, the run is marked all the same."""
+        try:
+            self._save()
+        except CheckpointError:
+            if self.stop and self.engine.steps < self.last:
+                self._mark()
+            raise
+
     def _preempted(self) -> None:
         """Leaves word in the run folder that the run was asked to end; raises Preempted."""
-        path, step = self.checkpoint(self.saves.last_saved), self.engine.steps
+        self._mark()
+        raise Preempted(f"preempted by {self.stop.reason} after step {self.engine.steps}, which is saved")
+
+    def _mark(self) -> None:
+        """Writes that the run was asked to end, before any rank leaves."""
         if self.main:
-            preemption.mark(self.folder, step, self.stop.reason, path, job_name(), self.world.size)
-        raise Preempted(f"preempted by {self.stop.reason} after step {step}, which is saved")
+            newest = next(candidates(self.folder, "auto"), None)
+            preemption.mark(self.folder, self.engine.steps, self.stop.reason, newest, job_name(), self.world.size)
+        collectives.barrier(self.world)
 
     # ---------------------------------------------------------------------------------------------------- beginning
 
@@ -329,6 +345,7 @@ class Trainer:
         self.guard.compare(saving=True)
         self.heartbeat.beat(step, "save")
         self.saves.end()
+        self.heartbeat.beat(step, "save")  # a phase is as long as one save
         self.owner.check()
         may_fail = step < self.last and not self.stop
         self.saves.save(self.checkpoint(step), self._beside(), beside=beside, may_fail=may_fail)

@@ -1,1 +1,1 @@
-"""Checkpoints: the native format, and conversion to Hugging Face layouts."""
+"""Checkpoints: the native format, and conversion to and from Hugging Face folders, and from other programs'."""

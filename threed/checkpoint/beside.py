@@ -166,9 +166,9 @@ class Saver:
         self.optimizer.flush()
         snapshot = Snapshot(saving.records, self.optimizer, self.room)
         self.optimizer.before_change = snapshot.release
-        if now:
-            snapshot.release_all()
         self.last = Save(saving, snapshot, time.perf_counter() - began, published)
+        if now:  # with the thread under way, for only what it has written makes room in a window
+            snapshot.release_all()
         return self.last
 
 

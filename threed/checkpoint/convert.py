@@ -111,16 +111,20 @@ def _trained_with(manifest: Mapping[str, Any]) -> str:
     spec = str(manifest["config"]["data"]["tokenizer"])
     if spec == "bytes" or (spec == "none" and manifest["state"]["extra"].get("tokenizer") is None):
         return spec
-    try:
-        same = file_hashes(tokenizer_file(spec)) == manifest["state"]["extra"].get("tokenizer")
-    except (ValueError, OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
-        same = False
-    if not same:
+    if not is_saved_tokenizer(spec, manifest):
         why = "is not here, has other files now, or the checkpoint does not say which"
         raise CheckpointError(
             f"the tokenizer it was trained with, {spec}, {why}: give --tokenizer bytes, a path, or none"
         )
     return spec
+
+
+def is_saved_tokenizer(spec: str, manifest: Mapping[str, Any]) -> bool:
+    """Returns whether a tokenizer's files have the hashes that a checkpoint says."""
+    try:
+        return file_hashes(tokenizer_file(spec)) == manifest["state"]["extra"].get("tokenizer")
+    except (ValueError, OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
+        return False
 
 
 def _tokenizer(spec: str) -> Tokenizer | None:

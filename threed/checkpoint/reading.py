@@ -5,7 +5,7 @@
         reader.check("weight", name, start, size)         before anything is overwritten: the files are as they should
         reader.into("weight", name, start, size, out)     straight to where the values belong
 
-Files are opened when something of them is read.
+Files are opened when something of them is read; those of versions 1 and 2 all at once, to be checked.
 """
 
 from __future__ import annotations

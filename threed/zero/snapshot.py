@@ -105,7 +105,8 @@ class Room:
         """Takes note of the largest slice that will come."""
         size = max((item.nbytes for item in items), default=0)
         if size > self._size:
-            self._size, self._window = size, [None] * WINDOW
+            self._size, self._window = size, []
+        self._window += [None] * (WINDOW - len(self._window))  # one that failed kept what it had
 
     def take(self, item: _Item) -> bool:
         """Takes the place of a copy, unless the window is full."""
