@@ -48,12 +48,7 @@ def import_hf(
         shape = folder.shapes[name]
         for first, last in slabs(shape, max(to[name].itemsize, 4)):
             start, size = (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-            values = folder.box(name, start, size)
-            if not finite.is_finite(values):
-                raise CheckpointError(
-                    f"{folder.path}: weight of {name} has values that are not finite (NaN or infinite)"
-                )
-            yield narrowed(name, values, to[name])
+            yield narrowed(name, folder.box(name, start, size), to[name])
 
     tensors = {name: (to[name], shape) for name, shape in folder.shapes.items()}
     config = Config(model=folder.model, data=DataConfig(tokenizer=tokenizer))
