@@ -34,6 +34,7 @@ STEPS = 12
 FLAGS = [
     "--preset", "tiny", "--model.layers", "2", "--model.hidden", "32", "--model.seq", "32", "--train.global-batch", "4",
     "--log.every", "1", "--train.eval-samples", "4", "--data.path", "text.txt", "--optim.warmup", "2",
+    "--checkpoint.async", "false",  # else a save may still be written; kills of those: tests/test_checkpoint_beside.py
     "--checkpoint.every", "4", "--checkpoint.keep", "9", "--train.eval-every", "6", "--log.wandb", "off",
     "--checkpoint.export-hf", "false", "--train.sample-tokens", "2", "--train.steps", str(STEPS),
 ]  # fmt: skip
