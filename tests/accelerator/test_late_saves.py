@@ -14,7 +14,7 @@ import torch
 
 from tests import configs
 from tests.accelerator.late import late, where
-from tests.accelerator.test_late import Changed, Plant, named, nothing, same_kernels
+from tests.accelerator.test_late import Changed, Plant, config_of, named, nothing, same_kernels
 from tests.checkpoints import train
 from tests.configs import Case
 from threed.checkpoint import beside, writing
@@ -25,12 +25,6 @@ from threed.config import Config
 def device() -> torch.device:
     """The device; skips a test where this torch lets nobody make one."""
     return where()
-
-
-def config_of(case: Case, **zero: Any) -> Config:
-    """The configuration of a case, with other settings of ZeRO."""
-    config = configs.config_of(case)
-    return config.model_copy(update={"zero": config.zero.model_copy(update=zero)})
 
 
 def saved_on_cpu(config: Config, folder: Path) -> list[bytes]:

@@ -39,7 +39,6 @@ STORAGES = {
     "Double": "F64", "Float": "F32", "BFloat16": "BF16", "Half": "F16", "Long": "I64", "Int": "I32", "Short": "I16",
     "Char": "I8", "Byte": "U8", "Bool": "BOOL",
 }  # fmt: skip
-SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 TYPES = {
     "torch.float64": "F64", "torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16",
     "torch.int64": "I64", "torch.int32": "I32", "torch.uint8": "U8", "torch.bool": "BOOL",
@@ -116,28 +115,34 @@ class Tensor:
 
 
 def rebuild_v2(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> Tensor:
+    """Stands for torch._utils._rebuild_tensor and its second version."""
     return Tensor(storage, offset, size, stride)
 
 
 def rebuild_v3(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
 ) -> Tensor:
+    """Stands for torch._utils._rebuild_tensor_v3, which names the dtype."""
     return Tensor(storage, offset, size, stride, TYPES[dtype.title])
 
 
 def rebuild_typed(function: Any, kind: Any, args: Any, *state: Any) -> Any:
+    """Stands for torch._tensor._rebuild_from_type_v2: calls none but the two above."""
     return function(*args) if function in (rebuild_v2, rebuild_v3) else Thing(function, kind, args)
 
 
 def first_of(value: Any, *more: Any) -> Any:
+    """Stands for what wraps its first argument, such as a parameter."""
     return value
 
 
 def reconstruct(kind: Any, *more: Any) -> Any:
+    """Stands for copyreg._reconstructor: an object that has its attributes and nothing else."""
     return kind.__new__(kind) if isinstance(kind, type) and issubclass(kind, Thing) else Thing()
 
 
 def encode(text: str, *more: Any) -> bytes:
+    """Stands for _codecs.encode, by which old protocols spell bytes."""
     return text.encode("latin1")
 
 
@@ -334,6 +339,7 @@ def refuse_events(paths: set[str]) -> None:
 
 
 def main() -> None:
+    """Prints, as lines of JSON, outlines of the pickles that standard input lists, once this process is cut off."""
     jobs = json.loads(sys.stdin.buffer.read())
     out = os.fdopen(os.dup(1), "w", encoding="ascii")
     codecs.lookup("cp437")  # of names in zip files: nothing is imported later
