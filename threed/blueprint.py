@@ -32,6 +32,7 @@ from threed.sharding import spec_of
 from threed.topology import Topology
 from threed.zero import agreement, layout, setup
 from threed.zero.layout import HasModules, Layout
+from threed.zero.reducer import Reducer
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,13 +163,14 @@ class Blueprint:
         """The cut, where it is by measured times."""
         return self.pipeline.division
 
-    def stages(self, gatherer: ParameterGatherer, unit_ended: Callable[[int], None]) -> list[Stage]:
+    def stages(self, gatherer: ParameterGatherer, reducer: Reducer) -> list[Stage]:
         """Returns this rank's chunks of the model; a wrapped module gathers its parameters, and recomputes, by itself.
 
-        unit_ended(unit) is called, layer by layer, when the backwards of a layer are over.
+        Layer by layer the reducer is told when the backwards of a layer are over.
         """
         first, stages, mine = 0, list[Stage](), [self.layers[number] for number in self.held]
-        layer_major = functools.partial(LayerMajorStage, unit_ended=unit_ended)
+        between = None if reducer.early is None else reducer.early.progress
+        layer_major = functools.partial(LayerMajorStage, unit_ended=reducer.unit_ended, between=between)
         make: Callable[..., Stage] = layer_major if self.layer_major else Stage
         wrapped = isinstance(self.model, Wrapped)
         units = {} if wrapped else {unit: mine[unit] for unit in self.recomputed_units}

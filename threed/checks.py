@@ -170,6 +170,9 @@ def _check_offload(config: Config) -> Iterator[str]:
         yield f"--zero.tile {zero.tile} {stage}: {why}; use --zero.stage 3, or leave it out"
     if zero.delayed_update and zero.offload_optimizer != "cpu":
         yield "--zero.delayed-update true works on optimizer states in host memory: use --zero.offload-optimizer cpu"
+    if zero.early_update is True and (zero.order, *list(places.values())[:2]) != ("layer", "nvme", "nvme"):
+        needs = "--zero.order layer with both --zero.offload-optimizer and --zero.offload-params nvme"
+        yield f"--zero.early-update true needs {needs}; use auto, which is true there, or set these"
 
 
 def _check_optimistic(config: Config) -> Iterator[str]:

@@ -121,6 +121,11 @@ class ZeroConfig(_Group):
     order: Literal["micro", "layer", "auto"] = Field(
         "micro", description="run all layers of a micro-batch, or all micro-batches of a layer, before the next"
     )
+    early_update: AutoSwitch = Field(
+        "auto",
+        description="under order layer with all state on a drive: update a layer beside the backward of those before"
+        " it; takes twice the space there",
+    )
     tile: Count = Field(1, description="tiles a giant linear layer is cut into, gathered one at a time; 1: none")
     delayed_update: Switch = Field(
         False, description="update on the host while the next step runs, with weights one step old"

@@ -100,7 +100,6 @@ class Engine:
         self.gatherer = Gatherer(self.layout, setup.gather_axis(config, topology, self.layout.policy))
         wire, dynamic = setup.wire(config.precision), self.wrapped is not None
         self.reducer = Reducer(self.layout, wire, dynamic, blueprint.layer_major)
-        self.reducer.warns = topology.axis("tp").index == 0
         self.optimizer = Optimizer(
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
             learning_rate or setup.learning_rate(config.optim, config.train.steps), device=topology.device,
@@ -108,6 +107,7 @@ class Engine:
             delayed=config.zero.delayed_update, optimistic=blueprint.optimistic,
             max_spike=config.train.max_norm_spike,
         )  # fmt: skip
+        self.reducer.warns, self.reducer.early = topology.axis("tp").index == 0, self.optimizer.early
         self.saver = Saver(self.optimizer, topology, self.config)
         self.asynchronous: Asynchronous | None = None
         if blueprint.plan.asynchronous:
@@ -123,7 +123,7 @@ class Engine:
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wrapped is not None)
         self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
-            blueprint.stages(self.gatherer, self.reducer.unit_ended), transport or links(self.model, topology),
+            blueprint.stages(self.gatherer, self.reducer), transport or links(self.model, topology),
             topology.axis("pp").index, (self.asynchronous or self.reducer).all_passes_ended, self._pass_ended,
             weight_gradients=self.reducer.deferral, overlap=self._overlap(mine), device=topology.device,
             varying=getattr(self.model, "boundaries_vary", False), on_validate=self.optimizer.validate,

@@ -237,59 +237,98 @@ class DriveOnPaper(Drive):
 
 
 class OnDrive:
-    """A storage in a swap file, in a region of its own."""
+    """A storage in a swap file, in a region of its own; or in two, one for values that do not count yet."""
 
     def __init__(self, drive: Drive, numel: int, dtype: torch.dtype) -> None:
         self.drive, self.device = drive, drive.device
         self.hold(numel, dtype)
         self.offset = drive.disk.reserve(self.nbytes)
+        self.beside: int | None = None  # the offset of the second region
         self.writing: Transfer | None = None
         self.outstanding = 0  # staged buffers in use
+
+    @property
+    def reserved(self) -> int:
+        """Bytes on the drive."""
+        return self.nbytes * (1 if self.beside is None else 2)
+
+    def double(self) -> None:
+        """Reserves a second region, for `store_beside`."""
+        self.beside = self.drive.disk.reserve(self.nbytes)
+
+    def swap(self) -> None:
+        """Makes what was last stored beside the values of this storage, and the other way round."""
+        assert self.beside is not None
+        if self.outstanding:
+            raise RuntimeError("a buffer with the values from before is still in use")
+        self.offset, self.beside = self.beside, self.offset
 
     def hold(self, numel: int, dtype: torch.dtype) -> None:
         """Changes length and dtype of the values, which must fit into the region."""
         self.dtype, self.nbytes = dtype, numel * dtype.itemsize
 
-    def fetch(self) -> _DriveBuffer:
+    def fetch(self) -> DriveBuffer:
         if self.writing is not None:  # a read must see the last write
             self.writing.wait()
             self.writing = None
         buffer = self.drive.take()
         values = buffer[: self.nbytes].view(self.dtype)
-        return _DriveBuffer(self, buffer, values, self.drive.disk.read(self.offset, values))
+        return DriveBuffer(self, buffer, values, self.drive.disk.read(self.offset, values))
 
-    def empty(self) -> _DriveBuffer:
+    def empty(self) -> DriveBuffer:
         buffer = self.drive.take()
-        return _DriveBuffer(self, buffer, buffer[: self.nbytes].view(self.dtype), None)
+        return DriveBuffer(self, buffer, buffer[: self.nbytes].view(self.dtype), None)
 
 
-class _DriveBuffer:
+class DriveBuffer:
     """A staged buffer of a storage on a drive."""
 
-    def __init__(self, storage: OnDrive, buffer: Tensor, values: Tensor, reading: Transfer | None) -> None:
-        self.storage, self._buffer, self.values, self._reading = storage, buffer, values, reading
+    def __init__(self, storage: OnDrive, buffer: Tensor, values: Tensor, transfer: Transfer | None) -> None:
+        self.storage, self._buffer, self.values = storage, buffer, values
+        self._transfer = transfer  # the read that fills it, or a write that it is kept for
         storage.outstanding += 1
 
+    def arrived(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._transfer is None or self._transfer.done()
+
     def wait(self) -> Tensor:
-        if self._reading is not None:
-            self._reading.wait()
-            self._reading = None
+        if self._transfer is not None:
+            self._transfer.wait()
+            self._transfer = None
         return self.values
 
+    def write(self) -> None:
+        """Begins to write the values back, and keeps the buffer; after `wait` it may change."""
+        self._transfer = self._begin_write(self.storage.offset)
+
     def store(self) -> None:
+        self._store(self.storage.offset)
+
+    def store_beside(self) -> None:
+        """Begins to write the values to the second region: they count once the storage has swapped the two."""
+        assert self.storage.beside is not None
+        self._store(self.storage.beside)
+
+    def _store(self, offset: int) -> None:
         storage = self.storage
         storage.outstanding -= 1
         try:
-            values = self.wait()
+            self.wait()
             if storage.outstanding:  # the other buffer was read before this write, and its values are old
                 raise RuntimeError("values were staged twice, and the second buffer is older than what is stored now")
-            if storage.writing is not None:  # two writes of one region must not overtake each other
-                storage.writing.wait()
-            storage.writing = storage.drive.disk.write(storage.offset, values)
+            transfer = self._begin_write(offset)
         except BaseException:
             storage.drive.give(self._buffer)
             raise
-        storage.drive.give_after(storage.writing, self._buffer)
+        storage.drive.give_after(transfer, self._buffer)
+
+    def _begin_write(self, offset: int) -> Transfer:
+        storage, values = self.storage, self.wait()
+        if storage.writing is not None:  # two writes of one region must not overtake each other
+            storage.writing.wait()
+        storage.writing = storage.drive.disk.write(offset, values)
+        return storage.writing
 
     def drop(self) -> None:
         self.storage.outstanding -= 1

@@ -37,15 +37,16 @@ During = Callable[[Kind, int], AbstractContextManager[None]]  # entered around a
 class LayerMajorStage(Stage):
     """A stage that can run all micro-batches of a layer before the next; every layer has a graph of its own.
 
-    unit_ended(unit) is called when the backwards of all micro-batches of a layer are over.
+    unit_ended(unit) is called when the backwards of all micro-batches of a layer are over, between() after each one.
     """
 
     def __init__(
         self, layers: Sequence[nn.Module], gatherer: ParameterGatherer, prefetch: int = 1, first: int = 0,
         recomputed: Recomputed | None = None, *, unit_ended: Callable[[int], None] | None = None,
+        between: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(layers, gatherer, prefetch, first, recomputed)
-        self.unit_ended = unit_ended
+        self.unit_ended, self.between = unit_ended, between
         self._joined = set()  # a graph of two layers would run both of them for one micro-batch
         self._frames: list[Frame] = []  # the backward takes them from the end
 
@@ -74,6 +75,8 @@ class LayerMajorStage(Stage):
             for number in range(len(micros)):
                 with during(Kind.B, number):
                     grads[number] = self._back(unit, self._frames.pop(), self._frames, grads[number], first=False)
+                if self.between is not None:
+                    self.between()
             self._end(unit)
         return losses
 

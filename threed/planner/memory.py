@@ -46,15 +46,19 @@ def regime(
     return f"{amount} bytes per parameter ({kinds}; {how})"
 
 
-def drive_buffers(gathered: int, buffers: int, state: int) -> tuple[int, int]:
+def drive_buffers(gathered: int, buffers: int, state: int, early: int = 0) -> tuple[int, int]:
     """How many buffers of a slice's size pass between memory and a drive; how many of them are idle between updates.
 
     That does not grow with the layers. gathered: slices of parameters that come from the drive at once. buffers: see
     `update_buffers`. state: parts of a bucket's state there, which fill the idle ones. In a step's forward and backward
     there are what is gathered, and gradients: on their way, being added to, and being written. In its update what the
-    buckets that come need, the one at work, and the one that goes.
+    buckets that come need, the one at work, and the one that goes. early: where updates begin in the backward, buckets
+    of a layer, whose gradients wait for theirs; then no buffer is idle, for an update and a backward use them together.
     """
     busy = gathered + BUCKETS_IN_FLIGHT + 2
+    if early:
+        beside = early + (UPDATES_AHEAD + 1) * (buffers - 1)
+        return max(busy + beside, (UPDATES_AHEAD + 2) * buffers), 0
     idle = max(0, (UPDATES_AHEAD + 2) * buffers - busy)
     idle += -idle % max(1, state)
     return busy + idle, idle

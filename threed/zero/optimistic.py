@@ -25,7 +25,7 @@ from torch import Tensor
 from threed import collectives
 from threed.collectives import Pending
 from threed.device import beside, copy_stream, current_stream, is_accelerator
-from threed.memory.tiers import InMemory, Storage, start_copy
+from threed.memory.tiers import InMemory, start_copy
 from threed.precision import Scaler
 from threed.topology import Axis
 from threed.zero.bad_steps import BadSteps
@@ -154,9 +154,9 @@ class Optimistic:
     # --------------------------------------------------------------------------------------------------------- copies
 
     def _changed(self) -> list[Tensor]:
-        """What an update changes: counters, and what `_storages` has of every bucket."""
+        """What an update changes: counters, and what is of every bucket."""
         optimizer = self.optimizer
-        slices = [storage.fetch().wait() for state in optimizer.states for storage in _storages(state)]
+        slices = [storage.fetch().wait() for state in optimizer.states for storage in state.changed]
         return [optimizer.updates, optimizer.bad.skips, *optimizer.scaler.tensors, *slices]
 
     def _copy(self) -> None:
@@ -175,9 +175,4 @@ class Optimistic:
 
 def copied_bytes(states: Sequence[State]) -> int:
     """The bytes of the copies of what an update changes, counters aside."""
-    return sum(state.bucket.updates * storage.dtype.itemsize for state in states for storage in _storages(state))
-
-
-def _storages(state: State) -> tuple[Storage, ...]:
-    """What of a bucket an update changes: its state, and its parameters where they are narrower."""
-    return (*state.storages.values(), *(() if state.shared else (state.bucket.portion,)))
+    return sum(state.bucket.updates * storage.dtype.itemsize for state in states for storage in state.changed)

@@ -12,7 +12,7 @@ scale and learning rate stay tensors. Offloaded state is updated by the host, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
@@ -27,6 +27,7 @@ from threed.ops.update import Rule, StepScalars
 from threed.precision import LossScale, Scaler
 from threed.topology import Axis
 from threed.zero.bad_steps import BadSteps
+from threed.zero.early import Early, most_waiting
 from threed.zero.gather import Gatherer
 from threed.zero.gradients import Gradient
 from threed.zero.layout import Bucket, Layout
@@ -79,6 +80,7 @@ class Optimizer:
         self.scaler = Scaler(loss_scale, device)
         self.bad = BadSteps(device, max_spike, loss_scale)
         self.optimistic = Optimistic(self) if optimistic else None
+        self.early = Early(self, most_waiting(layout)) if layout.policy.early else None
         self.versions = Versions(layout, gatherer) if layout.policy.versions > 1 else None
         self.unused: Unused | None = None  # set for a wrapped module
         self.before_change: Callable[[State], None] = lambda state: None  # a save may still read what it is called with
@@ -132,8 +134,12 @@ class Optimizer:
         if not guessed:
             self.bad.observe(update)
         self.scaler.update(update.overflow)
-        scale = torch.where(update.skip == 0, update.clip / update.loss_scale, 1.0)
-        self._update_all(gradients, StepScalars(update.lr, self.updates.clamp(min=1), scale, update.skip))
+        self._update_all(gradients, _scalars(update, self.updates))
+
+    def guess(self) -> StepScalars:
+        """Returns the next update's scalars on the host, if nothing is clipped and nothing skipped."""
+        update = self.before().with_sums(torch.zeros(3, dtype=torch.float64, device=self.updates.device))
+        return _on_host(_scalars(update, self.updates + 1))
 
     @property
     def skips(self) -> Tensor:
@@ -155,6 +161,9 @@ class Optimizer:
         if self.on_host:
             read = _on_host(now)
             now = now if self.layout.policy.optimizer_tier is None else read
+            if self.early is not None:
+                self._end_early(self.early, gradients, now)
+                return
             if bool(read.skip):
                 return
         self.let_device_read()
@@ -164,9 +173,18 @@ class Optimizer:
         else:
             self._update_in_turn(gradients, now, True)
 
-    def _update_in_turn(self, gradients: Sequence[Gradient], now: StepScalars, publish: bool) -> None:
+    def _end_early(self, early: Early, gradients: Sequence[Gradient], now: StepScalars) -> None:
+        self.let_device_read()
+        with self.changing():
+            done = early.end(now)
+            if not bool(now.skip):
+                self._update_in_turn(gradients, now, True, done)
+
+    def _update_in_turn(
+        self, gradients: Sequence[Gradient], now: StepScalars, publish: bool, done: Set[State] = frozenset()
+    ) -> None:
         turn = self._turn[::-1] if self._keep and int(now.step) % 2 else self._turn  # alike on all ranks
-        work = [(self.states[number], gradients[number].storage) for number in turn]
+        work = [(self.states[n], gradients[n].storage) for n in turn if self.states[n] not in done]
         last = {state for state, _ in work[len(work) - self._keep :]}
         with self.changing():
             for state, buffers in fetched_in_turn((state, state.fetch_for_update(storage)) for state, storage in work):
@@ -183,16 +201,13 @@ class Optimizer:
     ) -> None:
         """Updates one bucket; parameters on the same device are written in the same pass."""
         self.before_change(state)
-        options = state.bucket.group.key.options
-        if options.factor != 1.0:
-            now = StepScalars(now.lr * options.factor, now.step, now.scale, now.skip)
         gradient, weight, *moments = (buffers[part].wait() for part in (GRADIENT, *state.storages))
         storage = state.bucket.portion
         beside = publish and not state.shared and storage.device == weight.device
         if beside:
             buffers[PARAMETER] = storage.empty()
         out = buffers[PARAMETER].values if beside else None
-        self._apply_rule(state, (weight, gradient, *moments), now, options.decay, out)
+        self.apply_rule(state, (weight, gradient, *moments), now, out)
         buffers.pop(GRADIENT).drop()
         if beside:
             buffers.pop(PARAMETER).store()
@@ -201,10 +216,13 @@ class Optimizer:
             self._publish(state, weight)
         state.put_back(buffers, keep)
 
-    def _apply_rule(
-        self, state: State, values: Sequence[Tensor], now: StepScalars, decay: float, out: Tensor | None
-    ) -> None:
-        """Applies the rule to a slice: in parts if some parameters are unused so far, or count their updates apart."""
+    def apply_rule(self, state: State, values: Sequence[Tensor], now: StepScalars, out: Tensor | None) -> None:
+        """Updates weights, gradient (used up) and moments, all [n]; out [n] gets the new weights. In parts if some
+        parameters are unused so far, or count their updates apart."""
+        options = state.bucket.group.key.options
+        decay = options.decay
+        if options.factor != 1.0:
+            now = StepScalars(now.lr * options.factor, now.step, now.scale, now.skip)
         if state.bucket not in self._stretches:
             self.rule.update(values[0], values[1], values[2:], now, decay, out)
         for first, last, since in self._stretches.get(state.bucket, ()):
@@ -251,6 +269,8 @@ class Optimizer:
 
     def flush(self) -> None:
         """Writes the states that were kept in buffers to their storages, and releases the buffers."""
+        if self.early is not None:
+            self.early.drop()
         self.finish_delayed()
         with self.changing():
             for state in self.states:
@@ -291,6 +311,8 @@ class Optimizer:
 
     def discard(self) -> None:
         """Drops a delayed update and the states kept in buffers, before everything is overwritten."""
+        if self.early is not None:
+            self.early.drop()
         if self.optimistic is not None:
             self.optimistic.discard()
         if self._under_way is not None:
@@ -309,6 +331,12 @@ class Optimizer:
         """Waits until updates are done, and the parameters that stay whole are gathered."""
         self.publish_delayed()
         self.gatherer.settle()
+
+
+def _scalars(update: Update, updates: Tensor) -> StepScalars:
+    """Returns the scalars of an update; updates: how many it makes."""
+    scale = torch.where(update.skip == 0, update.clip / update.loss_scale, 1.0)
+    return StepScalars(update.lr, updates.clamp(min=1), scale, update.skip)
 
 
 def _on_host(now: StepScalars) -> StepScalars:

@@ -34,7 +34,8 @@ class Policy:
     stage 2 on, slices of gradients. By default both are on the device. With a tier, they are slices also on one rank.
     host: where a tier's values are worked on. states_once: pipeline ranks that hold the same parameters share the
     optimizer's states of them, each a part; not with tiers. versions: 2 where a step begins before the update of the
-    one before it: of parameters, and a copy of the slices of gradients.
+    one before it: of parameters, and a copy of the slices of gradients. early: updates begin in the backward, and write
+    to second regions of the drive (`threed.zero.early`).
     """
 
     stage: int
@@ -51,6 +52,7 @@ class Policy:
     host: torch.device = CPU
     states_once: bool = False
     versions: int = 1
+    early: bool = False
 
     @property
     def drives(self) -> set[Drive]:

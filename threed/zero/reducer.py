@@ -30,6 +30,7 @@ from threed.planner.memory import BUCKETS_IN_FLIGHT
 from threed.topology import Axis
 from threed.zero import gradients as sums
 from threed.zero.deferral import Deferral
+from threed.zero.early import Early
 from threed.zero.gradients import BucketGradients, FullGradients, Gradient, Gradients, InFlight, early_sum, later_sums
 from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.norm import squares
@@ -100,6 +101,7 @@ class Reducer:
         self._aside: dict[Slot, Tensor] = {}
         self.gather_order: Callable[[], int] = lambda: 0  # a hash of what a step gathered, where ranks must agree
         self.deferral = Deferral()
+        self.early: Early | None = None  # takes complete gradients
         self.unused: Unused | None = None  # tracks which parameters were used
         self.listener: Callable[[Slot], None] | None = None  # called with every parameter whose gradient is complete
 
@@ -152,6 +154,8 @@ class Reducer:
         self._aside.clear()
         self._squares.clear()
         self._summed.clear()
+        if self.early is not None:
+            self.early.begin()
         for queue in self._queues.values():
             self._begin_round(queue)
 
@@ -242,9 +246,11 @@ class Reducer:
             self.memory.left(t.window)
 
     def _store(self, bucket: Bucket, staged: StagedBuffer, complete: bool) -> None:
-        """Stores a bucket's slice; computes its share of the norm first, while the values are in a cache."""
+        """Stores a bucket's slice, or has it updated; computes its share of the norm first, while it is in a cache."""
         if complete:
             self._squares[bucket] = squares(staged.values)
+            if self.early is not None and not self._learning and self.early.take(bucket, staged):
+                return
         staged.store()
 
     def pass_ended(self, chunk: int = 0) -> None:

@@ -21,6 +21,7 @@ from threed.precision import LossScale, dtype
 from threed.schedules import Costs, Plan, is_asynchronous, time_between_steps
 from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
+from threed.zero.early import most_waiting
 from threed.zero.layout import GroupOptions, HasModules, Layout, Policy
 from threed.zero.learning_rate import schedule
 
@@ -64,7 +65,7 @@ def policy(config: Config, topology: Topology, ways: int = 1) -> Policy:
         resident=config.zero.resident, options=group_options(config.optim), arena=config.recompute.arena,
         params_tier=params, optimizer_tier=optimizer, host=host,
         states_once=ways > 1 and params is None and optimizer is None,
-        versions=1 + is_asynchronous(config.parallel.schedule),
+        versions=1 + is_asynchronous(config.parallel.schedule), early=is_early(config),
     )  # fmt: skip
 
 
@@ -92,9 +93,10 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
     buffers = update_buffers(
         swapped, zero.offload_params == "nvme", narrow=narrow, zero_stage=policy.stage, moments=moments
     )
+    waiting = most_waiting(layout) if policy.early else 0
     for drive in policy.drives:
         mine = gathered if drive is policy.params_tier else 0
-        drive.count, drive.idle = drive_buffers(mine, buffers, swapped * (moments + narrow))
+        drive.count, drive.idle = drive_buffers(mine, buffers, swapped * (moments + narrow), waiting)
         drive.nbytes = max((b.share for group in layout.groups for b in group.buckets), default=1) * width
 
 
@@ -161,6 +163,14 @@ def is_optimistic(config: Config, plan: Plan) -> bool:
     ):
         return False
     return time_between_steps(plan, Costs(1.0, 1.0, 1.0)) > 1e-6  # rounding of parts of chunks is no gain
+
+
+def is_early(config: Config) -> bool:
+    """Whether updates begin in the backward (`threed.zero.early`): as configured, or (auto) where they can."""
+    zero = config.zero
+    if zero.early_update != "auto":
+        return zero.early_update
+    return zero.order == "layer" and zero.offload_optimizer == zero.offload_params == "nvme"
 
 
 def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from threed.memory.tiers import Copied, Drive, InMemory, OnDrive, StagedBuffer, Storage, memory_tier
 from threed.planner.memory import UPDATES_AHEAD
+from threed.zero.gradients import later_sums
 from threed.zero.layout import Bucket, Layout, Policy
 
 WEIGHT = "weight"
@@ -57,6 +58,11 @@ class State:
             for p, storage in self.storages.items()
             if isinstance(storage, OnDrive) and storage is not self.bucket.portion
         ]
+
+    @property
+    def changed(self) -> tuple[Storage, ...]:
+        """What an update changes: the state, and the parameters where they are narrower."""
+        return (*self.storages.values(), *(() if self.shared else (self.bucket.portion,)))
 
     def fetch(self, parts: Iterable[str]) -> dict[str, StagedBuffer]:
         """Begins to read some parts. RuntimeError where buffers hold newer values than the storages."""
@@ -129,7 +135,17 @@ def new_state(bucket: Bucket, parts: tuple[str, ...], policy: Policy, delayed: b
     same_device = params.device == (policy.host if policy.optimizer_tier else device)
     dtype = params.dtype if full_precision else torch.float32
     weight = params if full_precision and same_device and not delayed else tier(n, dtype)
-    return State(bucket, {WEIGHT: weight, **{part: tier(n, dtype) for part in parts}})
+    state = State(bucket, {WEIGHT: weight, **{part: tier(n, dtype) for part in parts}})
+    for storage in early_storages(state) if policy.early else ():
+        storage.double()
+    return state
+
+
+def early_storages(state: State) -> list[OnDrive]:
+    """What an update in the backward changes of a bucket; nothing where it cannot begin there: its parameters stay
+    whole, its gradient is summed at the end of a step, or not all of this is on a drive."""
+    group, found = state.bucket.group, [s for s in state.changed if isinstance(s, OnDrive)]
+    return found if group.sliced and not later_sums(state.bucket) and len(found) == len(state.changed) else []
 
 
 def most_kept(states: Sequence[State], policy: Policy) -> int:
@@ -183,7 +199,7 @@ def holdings(layout: Layout, states: Sequence[State], beside_gpu: bool) -> dict[
     held = {"parameters": 0, "gradients": 0, "optimizer": 0, "offloaded": 0}
     for what, place, in_tier in _places(layout, states):
         drive = isinstance(place, OnDrive)
-        key, nbytes = (id(place), place.nbytes) if isinstance(place, OnDrive) else _storage(place)
+        key, nbytes = (id(place), place.reserved) if isinstance(place, OnDrive) else _storage(place)
         if key not in seen:
             held["offloaded" if drive or (in_tier and beside_gpu) else what] += nbytes
         seen.add(key)

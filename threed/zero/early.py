@@ -1,0 +1,157 @@
+"""Updates that begin in the backward: a bucket's as soon as its gradient is complete, beside the layers before it.
+
+    early.begin()                    before a step: drops what one that broke off has left
+    early.take(bucket, gradient)     a complete gradient, in the order of buckets; returns whether it was taken
+    early.progress()                 between backwards: reads ahead, and updates what has arrived
+    done = early.end(now)            the step's scalars are known: the states that are updated, and need no other update
+
+Layer by layer (`--zero.order layer`) a gradient is complete when the backwards of its layer are over, so that its state
+may pass between drive and memory while other layers run. Whether the step is skipped, or its gradients clipped, is not
+known then. The guess is that neither happens. What an update writes goes to a second region of the drive, and takes the
+place of the first one at the end of the step, if the guess was right. If it was wrong, or the step breaks off, nothing
+has changed; a step that is clipped is updated as ever, from gradients that were written to the drive for that. After a
+wrong guess updates wait, until one would have been right. Buffers are of constant size and number.
+
+arXiv 2512.17570 (GreedySnake) overlaps a part of the update with the next forward instead, which is a step late for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from threed.memory.tiers import DriveBuffer, StagedBuffer
+from threed.ops.update import StepScalars
+from threed.planner.memory import UPDATES_AHEAD
+from threed.zero.layout import Bucket, Layout
+from threed.zero.state import GRADIENT, PARAMETER, State, drop_all, early_storages
+
+
+class Updater(Protocol):
+    """What is updated, and how (`threed.zero.optimizer.Optimizer`)."""
+
+    states: list[State]
+    grad_clip: float
+    before_change: Callable[[State], None]
+
+    def guess(self) -> StepScalars:
+        """Returns the next update's scalars on the host, if nothing is clipped and nothing skipped."""
+
+    def apply_rule(self, state: State, values: Sequence[Tensor], now: StepScalars, out: Tensor | None) -> None:
+        """Updates weights, gradient (used up) and moments, all [n]; out [n] gets the new weights."""
+
+
+class Early:
+    """Updates buckets of an optimizer whose states are on a drive, with their parameters. most: gradients that wait."""
+
+    def __init__(self, optimizer: Updater, most: int) -> None:
+        self.optimizer, self.most = optimizer, most
+        self._states = {state.bucket: state for state in optimizer.states if early_storages(state)}
+        self._hopeful = True  # the last guess would have been right
+        self._guess: StepScalars | None = None  # while a step runs
+        self._coming = deque[State]()  # their reads have not begun
+        self._ahead = deque[tuple[State, dict[str, StagedBuffer]]]()
+        self._waiting = deque[tuple[State, DriveBuffer]]()  # gradients of the first ones of these
+        self._done: list[State] = []
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self.drop()
+        self._guess = self.optimizer.guess()
+        self._coming.extend(self._states.values())
+
+    def drop(self) -> None:
+        """Forgets what a step has updated so far, and releases all buffers."""
+        self._guess = None
+        self._coming.clear()
+        self._done.clear()
+        while self._waiting:
+            self._waiting.popleft()[1].drop()
+        while self._ahead:
+            drop_all(self._ahead.popleft()[1])
+
+    def take(self, bucket: Bucket, gradient: StagedBuffer) -> bool:
+        """Takes a complete gradient and its buffer, unless the bucket is one for the end of the step."""
+        if bucket not in self._states or self._guess is None or not self._hopeful:
+            return False
+        assert isinstance(gradient, DriveBuffer)
+        if self.optimizer.grad_clip:
+            gradient.write()  # if it is clipped, it is read again
+        self._waiting.append((self._states[bucket], gradient))
+        self.progress()
+        while len(self._waiting) > self.most:
+            self._update()
+        return True
+
+    def progress(self) -> None:
+        """Begins to read the next states, and updates what has arrived."""
+        if self._waiting or self._done:
+            self._read_ahead()
+        while self._waiting and self._arrived():
+            self._update()
+
+    def end(self, now: StepScalars) -> set[State]:
+        """Ends a step whose scalars are these. Returns the states that are updated; all others, and all of them where
+        the guess was wrong, are as they were."""
+        guess, taken = self._guess, bool(self._waiting or self._done)
+        right = guess is not None and all(bool(a == b) for a, b in zip(_scalars(guess), _scalars(now), strict=True))
+        if taken and not (right or bool(now.skip) or self.optimizer.grad_clip):
+            raise RuntimeError("the learning rate, or the loss scale, was changed while a step ran")
+        while right and self._waiting:
+            self._update()
+        done = set(self._done) if right else set()
+        self.drop()
+        for state in done:
+            for storage in early_storages(state):
+                storage.swap()
+        self._hopeful = right or guess is None
+        return done
+
+    def _read_ahead(self) -> None:
+        while self._coming and len(self._ahead) <= UPDATES_AHEAD:
+            state = self._coming.popleft()
+            self._ahead.append((state, state.fetch(state.storages)))
+
+    def _arrived(self) -> bool:
+        """Whether the next update has nothing to wait for."""
+        buffers = (self._waiting[0][1], *self._ahead[0][1].values())
+        return all(buffer.arrived() for buffer in buffers if isinstance(buffer, DriveBuffer))
+
+    def _update(self) -> None:
+        """Updates the bucket whose gradient came first; what that changes is written beside."""
+        self._read_ahead()
+        state, gradient = self._waiting.popleft()
+        first, buffers = self._ahead.popleft()
+        assert first is state  # reductions end in the order of buckets
+        buffers[GRADIENT] = gradient
+        assert self._guess is not None
+        try:
+            self.optimizer.before_change(state)
+            weight, *moments = (buffers[part].wait() for part in state.storages)
+            if not state.shared:
+                buffers[PARAMETER] = state.bucket.portion.empty()
+            out = None if state.shared else buffers[PARAMETER].values
+            self.optimizer.apply_rule(state, (weight, gradient.wait(), *moments), self._guess, out)
+            buffers.pop(GRADIENT).drop()
+            while buffers:
+                staged = buffers.popitem()[1]
+                assert isinstance(staged, DriveBuffer)
+                staged.store_beside()
+        except BaseException:
+            drop_all(buffers)
+            raise
+        self._done.append(state)
+
+
+def most_waiting(layout: Layout) -> int:
+    """Returns the most buckets whose gradients are complete at once: those of the largest layer."""
+    groups = [group for group in layout.groups if group.key.units and group.key.trainable]
+    layers = Counter(min(group.key.units or ()) for group in groups for _ in group.buckets)
+    return max(layers.values(), default=0)
+
+
+def _scalars(now: StepScalars) -> tuple[Tensor, ...]:
+    return now.lr, now.step, now.scale, now.skip
