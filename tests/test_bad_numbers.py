@@ -62,7 +62,10 @@ def poison_loss(engine: Engine, value: float = NAN) -> None:
 
 
 COVERING = {
-    1: [Case(layers=2), Case(layers=2, zero=3, offload_optimizer="cpu", dtype="bf16")],
+    1: [
+        Case(layers=2), Case(layers=2, zero=3, offload_optimizer="cpu", dtype="bf16"),
+        Case(layers=2, zero=3, offload_optimizer="nvme", offload_params="nvme", order="layer", bucket_mib=0.02),
+    ],
     2: [
         Case(dp=2, layers=2, zero=0, dtype="fp32"),
         Case(dp=2, layers=2, zero=3, offload_optimizer="cpu", offload_params="cpu", dtype="bf16"),

@@ -91,6 +91,7 @@ BOTH = {
     "ZeRO 3, tiles": changed(Case(dp=2, zero=3, model="llama", tile=3, bucket_mib=0.02)),
     "on the host": changed(Case(dp=2, **CPU, dtype="bf16")),
     "on a drive": changed(Case(dp=2, **DRIVE)),
+    "updated in the backward": changed(Case(dp=2, **DRIVE, order="layer"), train={"grad_clip": 0.0}),
     "moments on a drive, parameters on the host": changed(
         Case(dp=2, zero=3, offload_optimizer="nvme", offload_params="cpu", bucket_mib=0.02, dtype="fp32")
     ),
