@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import enum
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,7 +80,9 @@ def states_of(model: ModelConfig) -> dict[str, dict[str, Tensor]]:
     draw, shapes = torch.Generator().manual_seed(2), our_shapes(entries(model))
     parts = {part: {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
              for part in ("weight", "exp_avg", "exp_avg_sq")}  # fmt: skip
-    return parts | {"exp_avg_sq": {name: tensor.square() * 1e-2 for name, tensor in parts["exp_avg_sq"].items()}}
+    parts["weight"] = {name: tensor / 5 for name, tensor in parts["weight"].items()}
+    parts["exp_avg_sq"] = {name: 0.5 + tensor.square() for name, tensor in parts["exp_avg_sq"].items()}
+    return parts
 
 
 def in_module_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -208,18 +211,55 @@ def part_of_embedding(tensors: dict[str, Tensor], rank: int, tp: int) -> Tensor:
     return tensors["embedding.word_embeddings.weight"].chunk(tp)[rank].clone()
 
 
-def write_dist(out: Path, args: dict[str, Any], weights: dict[str, Tensor], numbered: bool = False) -> Path:
+def write_dist(
+    out: Path, args: dict[str, Any], weights: dict[str, Tensor], numbered: bool = False, optimizer: Any = None,
+    entry: bool = False,
+) -> Path:  # fmt: skip
     """Writes a `torch_dist` checkpoint, collectively, on as many tensor ranks as there are ranks.
 
     Each rank has its part of a tensor's columns or rows, and every other layer of what tensor ranks have copies of.
-    numbered: layers have numbers for names, and halves of a gated linear_fc1 names of their own.
+    numbered: layers have numbers for names, and halves of a gated linear_fc1 names of their own. optimizer: of
+    `megatron_optimizers`. entry: what all ranks have is an entry, as of late, and no file.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
+    model, state, rank = model_of(args), dict[str, Any](), dist.get_rank()
+    for key, parts, size in pieces(whole(weights, model, engine=True), args["swiglu"], numbered):
+        state[key] = sharded([(first, own.clone()) for first, own in parts], size, rank, torch.bfloat16)
+    settings = argparse.Namespace(**args, attention_backend=AttnBackend.auto, consumed_train_samples=3200)
+    common: dict[str, Any] = {"args": settings, "iteration": 100}
+    if optimizer is not None:
+        optimizer.add_to_dist(
+            state, common, args, {part: whole(some, model, True) for part, some in optimizer.states.items()}
+        )
+    else:
+        state["optimizer.of.another.kind"] = torch.zeros(3)
+    if numbered:
+        state["args"] = settings
+    elif entry:
+        state["common_state/shard_0_1"] = [common]
+    planner = dcp.DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False
+    )  # as Megatron: lists stay whole
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(out), planner=planner)
+    if rank == 0:
+        if not numbered and not entry:
+            torch.save(common, out / "common.pt")
+        (out / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    dist.barrier()
+    return out
+
+
+Pieces = list[tuple[list[int], Tensor]]  # the first element along every dimension, and a box
+
+
+def pieces(tensors: dict[str, Tensor], gated: bool, numbered: bool = False) -> Iterator[tuple[str, Pieces, torch.Size]]:
+    """What this rank has of each tensor of the whole model: its key, boxes, and the shape of the whole."""
+    import torch.distributed as dist
+
     rank, tp = dist.get_rank(), dist.get_world_size()
-    model, state = model_of(args), dict[str, Any]()
-    for name, layers in by_layer(whole(weights, model, engine=True), numbered).items():
+    for name, layers in by_layer(tensors, numbered).items():
         split = 1 if "linear_proj.weight" in name or "linear_fc2.weight" in name else 0
         copies = "layer_norm" in name or not any(
             key in name for key in ("qkv", "proj.weight", "fc1", "fc2.weight", "word_embeddings", "output_layer")
@@ -227,7 +267,7 @@ def write_dist(out: Path, args: dict[str, Any], weights: dict[str, Tensor], numb
         stacked = "layers." in name and not numbered
         parts = []
         for number, layer in enumerate(layers):
-            halves = layer.chunk(2) if args["swiglu"] and "fc1." in name and "layer_norm" not in name else [layer]
+            halves = layer.chunk(2) if gated and "fc1." in name and "layer_norm" not in name else [layer]
             names = [name + ("_w", "_v")[i] * (numbered and len(halves) > 1) for i in range(len(halves))]
             at = 0
             for key, half in zip(names, halves, strict=True):
@@ -238,23 +278,12 @@ def write_dist(out: Path, args: dict[str, Any], weights: dict[str, Tensor], numb
                 if not copies:
                     first[split] += rank * own.shape[split]
                 at += half.shape[0]
-                parts.append((key, [number] * stacked + first, own[None] if stacked else own, half.shape, number))
+                parts.append((key, [number] * stacked + first, own[None] if stacked else own, number))
         for key in dict.fromkeys(part[0] for part in parts):
-            mine = [part for part in parts if part[0] == key and (not copies or part[4] % tp == rank)]
+            mine = [part for part in parts if part[0] == key and (not copies or part[3] % tp == rank)]
             rows = layers[0].shape[0] // (2 if key.endswith(("_w", "_v")) else 1)
             size = torch.Size([len(layers)] * stacked + [rows, *layers[0].shape[1:]])
-            state[key] = sharded([(first, own.clone()) for _, first, own, *_ in mine], size, rank)
-    state["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(3)
-    settings = argparse.Namespace(**args, attention_backend=AttnBackend.auto)
-    if numbered:
-        state["args"] = settings  # as Megatron does of late
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(out))
-    if rank == 0:
-        if not numbered:
-            torch.save({"args": settings, "iteration": 100}, out / "common.pt")
-        (out / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    dist.barrier()
-    return out
+            yield key, [(first, own) for _, first, own, _ in mine], size
 
 
 def by_layer(tensors: dict[str, Tensor], numbered: bool) -> dict[str, list[Tensor]]:
@@ -268,7 +297,7 @@ def by_layer(tensors: dict[str, Tensor], numbered: bool) -> dict[str, list[Tenso
     return found
 
 
-def sharded(parts: list[tuple[list[int], Tensor]], size: torch.Size, rank: int) -> Any:
+def sharded(parts: Pieces, size: torch.Size, rank: int, dtype: torch.dtype) -> Any:
     """A tensor of which this rank has some boxes, as Megatron makes it for torch."""
     import torch.distributed as dist
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
@@ -277,6 +306,6 @@ def sharded(parts: list[tuple[list[int], Tensor]], size: torch.Size, rank: int) 
     mine = [ShardMetadata(first, list(part.shape), f"rank:{rank}/cpu") for first, part in parts]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    about = ShardedTensorMetadata([box for some in everyone for box in some], size, TensorProperties(torch.bfloat16))
+    about = ShardedTensorMetadata([box for some in everyone for box in some], size, TensorProperties(dtype))
     shards = [Shard(part, box) for (_, part), box in zip(parts, mine, strict=True)]
     return ShardedTensor._init_from_local_shards_and_global_metadata(shards, about)

@@ -71,7 +71,9 @@ def buffers_of(state: Any) -> list[dict[str, Elements]]:
         if index in state:
             (tensors,) = state[index].values()  # of a pair of dtypes
             found.append({PARTS[key]: value for key, value in tensors.items() if key in PARTS})
-    if not all(isinstance(value, Place) and len(value.shape) == 1 for some in found for value in some.values()):
+    if not found or not all(
+        isinstance(value, Place) and len(value.shape) == 1 for some in found for value in some.values()
+    ):
         raise LeftOut("its optimizer's file has no flat tensors")
     return found
 
