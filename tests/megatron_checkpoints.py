@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import enum
 import io
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +40,17 @@ class AttnBackend(enum.Enum):
     auto = 5
 
 
+class Optimizer(Protocol):
+    """An optimizer of Megatron's."""
+
+    states: dict[str, dict[str, Tensor]]
+
+    def add(
+        self, state: dict[str, Any], folder: Path, chunks: list[dict[str, dict[str, Tensor]]], shared: set[str]
+    ) -> None:
+        """Adds what a rank has to its file or beside it; shared: names of a tied embedding."""
+
+
 def model_of(args: dict[str, Any]) -> ModelConfig:
     """The same model in our keys, said by hand."""
     gated = args["swiglu"]
@@ -63,8 +75,40 @@ def weights_of(model: ModelConfig) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=draw).bfloat16() for name, shape in shapes.items()}
 
 
+def states_of(model: ModelConfig) -> dict[str, dict[str, Tensor]]:
+    """Random masters and moments, by part and our names; weights are masters in bf16."""
+    draw, shapes = torch.Generator().manual_seed(2), our_shapes(entries(model))
+    parts = {part: {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+             for part in ("weight", "exp_avg", "exp_avg_sq")}  # fmt: skip
+    parts["weight"] = {name: tensor / 5 for name, tensor in parts["weight"].items()}
+    parts["exp_avg_sq"] = {name: 0.5 + tensor.square() for name, tensor in parts["exp_avg_sq"].items()}
+    return parts
+
+
+def in_module_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors in the order of Megatron's `named_parameters`, which state_dict has too."""
+    inside = [
+        "input_layernorm.weight", "input_layernorm.bias", "self_attention.linear_proj.weight",
+        "self_attention.linear_proj.bias", "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_qkv.layer_norm_bias", "self_attention.linear_qkv.weight",
+        "self_attention.linear_qkv.bias", "self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight",
+        "pre_mlp_layernorm.weight", "pre_mlp_layernorm.bias", "mlp.linear_fc1.layer_norm_weight",
+        "mlp.linear_fc1.layer_norm_bias", "mlp.linear_fc1.weight", "mlp.linear_fc1.bias", "mlp.linear_fc2.weight",
+        "mlp.linear_fc2.bias",
+    ]  # fmt: skip
+    layers = [f"decoder.layers.{layer}.{name}" for layer in range(100) for name in inside]
+    order = ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight", *layers]
+    order += ["decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "output_layer.weight"]
+    assert set(tensors) <= set(order), set(tensors) - set(order)
+    return {name: tensors[name] for name in order if name in tensors}
+
+
 def whole(weights: dict[str, Tensor], model: ModelConfig, engine: bool) -> dict[str, Tensor]:
     """Tensors by Megatron's names, of the whole model; engine: as Transformer Engine names norms."""
+    return in_module_order(_whole(weights, model, engine))
+
+
+def _whole(weights: dict[str, Tensor], model: ModelConfig, engine: bool) -> dict[str, Tensor]:
     attention, mlp = ("self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_")
     norms = (attention, mlp) if engine else ("input_layernorm.", "pre_mlp_layernorm.")
     groups, head = model.kv_heads or model.heads, model.head_dim
@@ -105,41 +149,59 @@ def of_rank(name: str, tensor: Tensor, rank: int, tp: int, gated: bool) -> Tenso
     return tensor.chunk(tp)[rank].clone()
 
 
+def stage_tensors(
+    tensors: dict[str, Tensor], model: ModelConfig, gated: bool, mine: list[int], rank: int, tp: int, first: bool,
+    last: bool, pp: int,
+) -> dict[str, Tensor]:  # fmt: skip
+    """What a rank has of a (virtual) stage with layers `mine`, in order, layers by the stage's own numbers."""
+    part = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        words = name.split(".")
+        if words[1] == "layers":
+            if int(words[2]) not in mine:
+                continue
+            words[2] = str(mine.index(int(words[2])))
+        elif not (first if words[0] == "embedding" else last):
+            continue
+        part[".".join(words)] = of_rank(name, tensor, rank, tp, gated)
+    if last and model.tied and pp > 1:
+        part["output_layer.weight"] = part_of_embedding(tensors, rank, tp)
+    return part
+
+
 def write_legacy(
     out: Path, args: dict[str, Any], weights: dict[str, Tensor], tp: int = 1, layers: list[list[int]] | None = None,
-    virtual: int = 1, engine: bool = True,
+    virtual: int = 1, engine: bool = True, optimizer: Optimizer | None = None,
 ) -> Path:  # fmt: skip
-    """Writes `iter_0000100` and the tracker. layers: of each stage, first all first virtual ones."""
+    """Writes `iter_0000100` and the tracker. layers: of each stage, first all first virtual ones.
+
+    optimizer: of states by part and our names, `megatron_optimizers`.
+    """
     model = model_of(args)
     tensors = whole(weights, model, engine)
+    states = {part: whole(some, model, engine) for part, some in optimizer.states.items()} if optimizer else {}
     layers = layers or [list(range(model.layers))]
     pp = len(layers) // virtual
     settings = argparse.Namespace(**args, attention_backend=AttnBackend.auto, consumed_train_samples=3200)
     for rank in range(tp):
         for stage in range(pp):
             state: dict[str, Any] = {"args": settings, "checkpoint_version": 3.0, "iteration": 100}
+            mine: list[dict[str, dict[str, Tensor]]] = []
             for chunk in range(virtual):
-                mine = layers[chunk * pp + stage]
                 first, last = chunk == stage == 0, (chunk, stage) == (virtual - 1, pp - 1)
-                part = dict[str, Any]()
-                for name, tensor in tensors.items():
-                    words = name.split(".")
-                    if words[1] == "layers":
-                        if int(words[2]) not in mine:
-                            continue
-                        words[2] = str(mine.index(int(words[2])))
-                    elif not (first if words[0] == "embedding" else last):
-                        continue
-                    part[".".join(words)] = of_rank(name, tensor, rank, tp, args["swiglu"])
-                if last and model.tied and pp > 1:
-                    part["output_layer.weight"] = part_of_embedding(tensors, rank, tp)
+                cut = (model, args["swiglu"], layers[chunk * pp + stage], rank, tp, first, last, pp)
+                part: dict[str, Any] = dict(stage_tensors(tensors, *cut))
+                mine.append({kind: stage_tensors(some, *cut) for kind, some in states.items()})
                 part["decoder.layers.0.self_attention.core_attention._extra_state"] = (
                     io.BytesIO(b"x") if engine else None
                 )
                 state["model" if virtual == 1 else f"model{chunk}"] = part
-            folder = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")
-            (out / "iter_0000100" / folder).mkdir(parents=True)
-            torch.save(state, out / "iter_0000100" / folder / "model_optim_rng.pt")
+            folder = out / "iter_0000100" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
+            folder.mkdir(parents=True)
+            if optimizer:
+                shared = {"embedding.word_embeddings.weight", "output_layer.weight"} if model.tied and pp > 1 else set()
+                optimizer.add(state, folder, mine, shared)
+            torch.save(state, folder / "model_optim_rng.pt")
     (out / "latest_checkpointed_iteration.txt").write_text("100")
     return out
 
@@ -149,18 +211,55 @@ def part_of_embedding(tensors: dict[str, Tensor], rank: int, tp: int) -> Tensor:
     return tensors["embedding.word_embeddings.weight"].chunk(tp)[rank].clone()
 
 
-def write_dist(out: Path, args: dict[str, Any], weights: dict[str, Tensor], numbered: bool = False) -> Path:
+def write_dist(
+    out: Path, args: dict[str, Any], weights: dict[str, Tensor], numbered: bool = False, optimizer: Any = None,
+    entry: bool = False,
+) -> Path:  # fmt: skip
     """Writes a `torch_dist` checkpoint, collectively, on as many tensor ranks as there are ranks.
 
     Each rank has its part of a tensor's columns or rows, and every other layer of what tensor ranks have copies of.
-    numbered: layers have numbers for names, and halves of a gated linear_fc1 names of their own.
+    numbered: layers have numbers for names, and halves of a gated linear_fc1 names of their own. optimizer: of
+    `megatron_optimizers`. entry: what all ranks have is an entry, as of late, and no file.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
+    model, state, rank = model_of(args), dict[str, Any](), dist.get_rank()
+    for key, parts, size in pieces(whole(weights, model, engine=True), args["swiglu"], numbered):
+        state[key] = sharded([(first, own.clone()) for first, own in parts], size, rank, torch.bfloat16)
+    settings = argparse.Namespace(**args, attention_backend=AttnBackend.auto, consumed_train_samples=3200)
+    common: dict[str, Any] = {"args": settings, "iteration": 100}
+    if optimizer is not None:
+        optimizer.add_to_dist(
+            state, common, args, {part: whole(some, model, True) for part, some in optimizer.states.items()}
+        )
+    else:
+        state["optimizer.of.another.kind"] = torch.zeros(3)
+    if numbered:
+        state["args"] = settings
+    elif entry:
+        state["common_state/shard_0_1"] = [common]
+    planner = dcp.DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False
+    )  # as Megatron: lists stay whole
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(out), planner=planner)
+    if rank == 0:
+        if not numbered and not entry:
+            torch.save(common, out / "common.pt")
+        (out / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    dist.barrier()
+    return out
+
+
+Pieces = list[tuple[list[int], Tensor]]  # the first element along every dimension, and a box
+
+
+def pieces(tensors: dict[str, Tensor], gated: bool, numbered: bool = False) -> Iterator[tuple[str, Pieces, torch.Size]]:
+    """What this rank has of each tensor of the whole model: its key, boxes, and the shape of the whole."""
+    import torch.distributed as dist
+
     rank, tp = dist.get_rank(), dist.get_world_size()
-    model, state = model_of(args), dict[str, Any]()
-    for name, layers in by_layer(whole(weights, model, engine=True), numbered).items():
+    for name, layers in by_layer(tensors, numbered).items():
         split = 1 if "linear_proj.weight" in name or "linear_fc2.weight" in name else 0
         copies = "layer_norm" in name or not any(
             key in name for key in ("qkv", "proj.weight", "fc1", "fc2.weight", "word_embeddings", "output_layer")
@@ -168,7 +267,7 @@ def write_dist(out: Path, args: dict[str, Any], weights: dict[str, Tensor], numb
         stacked = "layers." in name and not numbered
         parts = []
         for number, layer in enumerate(layers):
-            halves = layer.chunk(2) if args["swiglu"] and "fc1." in name and "layer_norm" not in name else [layer]
+            halves = layer.chunk(2) if gated and "fc1." in name and "layer_norm" not in name else [layer]
             names = [name + ("_w", "_v")[i] * (numbered and len(halves) > 1) for i in range(len(halves))]
             at = 0
             for key, half in zip(names, halves, strict=True):
@@ -179,23 +278,12 @@ def write_dist(out: Path, args: dict[str, Any], weights: dict[str, Tensor], numb
                 if not copies:
                     first[split] += rank * own.shape[split]
                 at += half.shape[0]
-                parts.append((key, [number] * stacked + first, own[None] if stacked else own, half.shape, number))
+                parts.append((key, [number] * stacked + first, own[None] if stacked else own, number))
         for key in dict.fromkeys(part[0] for part in parts):
-            mine = [part for part in parts if part[0] == key and (not copies or part[4] % tp == rank)]
+            mine = [part for part in parts if part[0] == key and (not copies or part[3] % tp == rank)]
             rows = layers[0].shape[0] // (2 if key.endswith(("_w", "_v")) else 1)
             size = torch.Size([len(layers)] * stacked + [rows, *layers[0].shape[1:]])
-            state[key] = sharded([(first, own.clone()) for _, first, own, *_ in mine], size, rank)
-    state["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(3)
-    settings = argparse.Namespace(**args, attention_backend=AttnBackend.auto)
-    if numbered:
-        state["args"] = settings  # as Megatron does of late
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(out))
-    if rank == 0:
-        if not numbered:
-            torch.save({"args": settings, "iteration": 100}, out / "common.pt")
-        (out / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    dist.barrier()
-    return out
+            yield key, [(first, own) for _, first, own, _ in mine], size
 
 
 def by_layer(tensors: dict[str, Tensor], numbered: bool) -> dict[str, list[Tensor]]:
@@ -209,7 +297,7 @@ def by_layer(tensors: dict[str, Tensor], numbered: bool) -> dict[str, list[Tenso
     return found
 
 
-def sharded(parts: list[tuple[list[int], Tensor]], size: torch.Size, rank: int) -> Any:
+def sharded(parts: Pieces, size: torch.Size, rank: int, dtype: torch.dtype) -> Any:
     """A tensor of which this rank has some boxes, as Megatron makes it for torch."""
     import torch.distributed as dist
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
@@ -218,6 +306,6 @@ def sharded(parts: list[tuple[list[int], Tensor]], size: torch.Size, rank: int) 
     mine = [ShardMetadata(first, list(part.shape), f"rank:{rank}/cpu") for first, part in parts]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    about = ShardedTensorMetadata([box for some in everyone for box in some], size, TensorProperties(torch.bfloat16))
+    about = ShardedTensorMetadata([box for some in everyone for box in some], size, TensorProperties(dtype))
     shards = [Shard(part, box) for (_, part), box in zip(parts, mine, strict=True)]
     return ShardedTensor._init_from_local_shards_and_global_metadata(shards, about)

@@ -65,6 +65,7 @@ class DeepSpeedCheckpoint(HFTensors):
 
     def __init__(self, path: Path, config: Path) -> None:
         self.notes: list[str] = []
+        self.scale: dict[str, float] = {}
         self._tensors: dict[str, dict[str, Boxes]] = {}  # by their name, then by part
         super().__init__(path, config)
 
@@ -94,6 +95,7 @@ class DeepSpeedCheckpoint(HFTensors):
         self.title = f"DeepSpeed {plain(version)}, ZeRO stage {self.stage}" if version else f"ZeRO stage {self.stage}"
         steps, samples, skipped = (_count(head.get(key)) for key in ("global_steps", "global_samples", "skipped_steps"))
         self.progress = Progress(steps, samples, float(steps - skipped))
+        self.scale = _scale(ranks[0].get("loss_scaler")) if ranks else {}
         self._has_masters = bool(head.get("param_shapes"))  # so it has masters, in other files
         self._check_ranks(ranks, len(heads))
         if self.stage == 3:
@@ -109,7 +111,7 @@ class DeepSpeedCheckpoint(HFTensors):
             if name in self._tensors:
                 self._tensors.setdefault(other, self._tensors[name])
         if ranks and not any(len(parts) > 1 for parts in self._tensors.values()):
-            self.progress = Progress()
+            self.progress, self.scale = Progress(), {}
             self.notes.append("it has no moments of Adam: a run begins at step 0, with moments of zero")
 
     def _check_ranks(self, ranks: list[dict[str, Any]], heads: int) -> None:
@@ -291,6 +293,19 @@ def _stage(found: dict[str, Any]) -> int:
     if value not in (1, 2, 3):
         raise CheckpointError(f"ZeRO stage {plain(value)} is not known")
     return int(value)
+
+
+def _scale(scaler: Any) -> dict[str, float]:
+    """Returns the loss scale as a checkpoint keeps it, of a dynamic one (runtime/fp16/loss_scaler.py)."""
+    state = scaler.state if isinstance(scaler, Thing) and scaler.name.endswith(".DynamicLossScaler") else None
+    if not isinstance(state, dict):
+        return {}
+    names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+    scale, at, overflow, left = (number(state.get(name)) for name in names)
+    if scale is None or at is None or overflow is None or left is None or not scale > 0:
+        return {}
+    good = max(0.0, at - overflow - 2)  # 0.19 doubles one update later, and every window from then on
+    return {"loss_scale": scale, "good_steps": good, "hysteresis_left": max(0.0, left)}
 
 
 def _count(value: Any) -> int:

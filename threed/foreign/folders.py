@@ -10,7 +10,7 @@ from pathlib import Path
 
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf_folder import CONFIG
-from threed.foreign import megatron, megatron_dist
+from threed.foreign import megatron, megatron_dist, megatron_legacy
 from threed.foreign.deepspeed import DeepSpeedCheckpoint, step_folder
 from threed.foreign.source import Source
 
@@ -33,7 +33,7 @@ def refusal(path: Path, kind: str) -> str:
 def open_source(path: Path, kind: str, config: Path | None) -> Source:
     """Returns what is in a folder. Raises CheckpointError for what is not read, by name."""
     if kind == "Megatron-LM":
-        return megatron.open_legacy(path) if megatron.is_legacy(path) else megatron_dist.open_dist(path)
+        return megatron_legacy.open_legacy(path) if megatron.is_legacy(path) else megatron_dist.open_dist(path)
     return DeepSpeedCheckpoint(path, _config_of(path, kind, config))
 
 

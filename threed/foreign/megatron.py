@@ -1,10 +1,7 @@
-"""Megatron-LM's checkpoints of GPT models of megatron-core: weights, of any tensor and pipeline parallelism.
+"""Tensors of GPT models of megatron-core by its names, and as a `Source`: of any tensor and pipeline parallelism.
 
-    checkpoint = LegacyCheckpoint(folder)           a `Source`; CheckpointError for what is not read, by name
-
-A folder (`iter_0000100`, `release`, or the one above with `latest_checkpointed_iteration.txt`) has
-`mp_rank_TT[_PPP]/model_optim_rng.pt` of tensor rank T and pipeline rank P (megatron/training/checkpointing.py,
-get_checkpoint_name), a dictionary with `args`, and `model`, or `model0`, `model1`, ... of the virtual stages.
+    checkpoint = MegatronCheckpoint(folder, title, args, tensors, states)    CheckpointError for what is not read
+    tensors = joined(ranks, gated, folder)                                   of what each rank has of each stage
 
 How tensors are laid out, say megatron/core/transformer/attention.py and mlp.py, and tools/checkpoint/schema_core.py
 (NVIDIA/Megatron-LM, 2026-08-22): rows of `linear_qkv` are, for each group of queries, its queries, its key and its
@@ -26,14 +23,13 @@ from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.layouts import entries, name_problems, our_shapes
 from threed.config import ModelConfig
 from threed.foreign.megatron_args import model_of
-from threed.foreign.outlines import Job, Place, Thing, outline
-from threed.foreign.source import Progress
-from threed.foreign.spread import Boxes, Rows, Shape, SideBySide, Spread, rows, stack
+from threed.foreign.megatron_optim import MOMENTS, Parts, States
+from threed.foreign.outlines import Thing
+from threed.foreign.spread import Boxes, Columns, Rows, Shape, SideBySide, rows, stack
 from threed.parse import ParseError, read_file
 from threed.zero.records import WEIGHT
 
 FILE = "model_optim_rng.pt"
-RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(_\d+)?")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 ROW_PARALLEL = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
 COLUMN_PARALLEL = ("self_attention.linear_qkv.", "mlp.linear_fc1.", "word_embeddings.weight", "output_layer.weight")
@@ -54,6 +50,8 @@ IN_LAYER = {
     "self_attention.k_layernorm.": "attention.key_norm.",
 }  # fmt: skip
 Tensors = dict[str, Boxes]
+Rank = tuple[int, int]  # of tensors and of the pipeline
+Chunks = list[dict[str, Boxes]]  # a rank's tensors, by virtual stage
 
 
 def step_folder(path: Path) -> Path | None:
@@ -76,37 +74,46 @@ def is_legacy(path: Path) -> bool:
 
 
 class MegatronCheckpoint:
-    """Tensors by Megatron's names, whole, as a `Source`: weights alone."""
+    """Tensors by Megatron's names, whole, as a `Source`; states: of their optimizer, masters in the weights' stead."""
 
-    def __init__(self, path: Path, title: str, args: Any, tensors: Tensors, notes: Sequence[str]) -> None:
-        self.path, self.title, self.progress, self.notes = path, title, Progress(), list(notes)
+    def __init__(self, path: Path, title: str, args: Any, tensors: Tensors, states: States) -> None:
+        self.path, self.title, self.progress, self.scale = path, title, states.progress, states.scale
+        self.notes = [states.note] if states.note else []
         table = args.state if isinstance(args, Thing) and isinstance(args.state, dict) else None
         if table is None:
             raise CheckpointError(f"{path} has no args: of what model it is cannot be known")
         self.model: ModelConfig = model_of(table, str(path))
         self.shapes: Mapping[str, Shape] = our_shapes(entries(self.model))
+        masters = {name: some[WEIGHT] for name, some in states.parts.items() if WEIGHT in some}
         try:
-            self._tensors = ours(tensors, self.model)
+            self._parts = {WEIGHT: ours(tensors | masters, self.model)}
+            for part in MOMENTS:
+                self._parts[part] = ours({name: s[part] for name, s in states.parts.items() if part in s}, self.model)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
 
     def problems(self) -> Iterator[str]:
         """Yields what of its tensors is missing, unexpected and misshaped."""
-        found = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        found = {name: tuple(tensor.shape) for name, tensor in self._parts[WEIGHT].items()}
         for problem in name_problems(found, self.shapes):
             yield f"{self.path} does not fit its args: {plain(problem, 3000)}"
+        for part in MOMENTS:
+            for name, tensor in self._parts[part].items():
+                if tuple(tensor.shape) != self.shapes.get(name):
+                    yield f"{self.path}: {part} of {plain(name)} is {list(tensor.shape)}, unlike its weight"
+                    return
 
     def parts(self, name: str) -> Sequence[str]:
-        """Returns what there is of one of our tensors: the weight."""
-        return [WEIGHT]
+        """Returns what there is of one of our tensors: the weight, and both moments or none."""
+        return [WEIGHT, *MOMENTS] if all(name in self._parts[part] for part in MOMENTS) else [WEIGHT]
 
     def part_dtype(self, name: str, part: str) -> torch.dtype:
-        """Returns the format of a weight."""
-        return self._tensors[name].dtype
+        """Returns the format of a part."""
+        return self._parts[part][name].dtype
 
     def part_box(self, name: str, part: str, start: Shape, size: Shape) -> Tensor:
-        """Returns a box [*size] of a weight."""
-        return self._tensors[name].box(start, size)
+        """Returns a box [*size] of a part."""
+        return self._parts[part][name].box(start, size)
 
 
 # -------------------------------------------------------------------------------------------------------------- names
@@ -159,81 +166,52 @@ def _queries_keys_values(kind: str, tensor: Boxes, model: ModelConfig) -> Iterat
     yield f"attention.value.{kind}", rows(tensor, *((at + (each + 1) * head, at + (each + 2) * head) for at in firsts))
 
 
-# ------------------------------------------------------------------------------------------------------------- legacy
+# ------------------------------------------------------------------------------------------------------------- stages
 
 
-def open_legacy(path: Path) -> MegatronCheckpoint:
-    """Returns what is in a folder of files of torch.save. Raises CheckpointError."""
-    folder = step_folder(path)
-    assert folder is not None
-    places = _places(folder)
-    found = dict(zip(places, outline([Job(file) for file in places.values()]), strict=True))
-    first = found[0, 0]
-    if not isinstance(first, dict) or not all(isinstance(file, dict) for file in found.values()):
-        raise CheckpointError(f"{folder} is not as Megatron writes it")
-    args = first.get("args")
-    table = args.state if isinstance(args, Thing) and isinstance(args.state, dict) else {}
-    tp, pp = (1 + max(rank[axis] for rank in places) for axis in (0, 1))
-    if len(places) != tp * pp:
-        raise CheckpointError(f"{folder} has {len(places)} of {tp * pp} files of tp {tp} and pp {pp}")
-    chunks = [key for key in (["model"] if "model" in first else [f"model{n}" for n in range(1000)]) if key in first]
+def joined(ranks: Mapping[Rank, Chunks], gated: bool, folder: Path) -> Tensors:
+    """Returns whole tensors, of what each rank has of each virtual stage; layers by their number in the model."""
     tensors: Tensors = {}
-    layers = 0
-    for chunk in chunks:
+    tp, pp, layers = 1 + max(rank for rank, _ in ranks), 1 + max(stage for _, stage in ranks), 0
+    for chunk in range(len(ranks[0, 0])):
         for stage in range(pp):
-            ranks = [_named(found[rank, stage].get(chunk), folder) for rank in range(tp)]
-            layers = _add(tensors, ranks, layers, bool(table.get("swiglu")), folder)
-    if not chunks or not tensors:
-        raise CheckpointError(f"{folder} has no model that is read: it may be older than megatron-core's models")
-    notes = ["weights alone are read: moments, masters and steps are left out, a run begins at step 0"]
-    version = plain(first.get("checkpoint_version", ""))
-    return MegatronCheckpoint(path, f"Megatron-LM, checkpoint version {version}", args, tensors, notes)
+            layers = _add(tensors, [ranks[rank, stage][chunk] for rank in range(tp)], layers, gated, folder)
+    return tensors
 
 
-def _places(folder: Path) -> dict[tuple[int, int], Path]:
-    """Returns the file of every (tensor rank, pipeline rank)."""
-    found: dict[tuple[int, int], Path] = {}
-    for file in sorted(folder.glob(f"mp_rank_*/{FILE}")):
-        match = RANK.fullmatch(file.parent.name)
-        if match is None or match[3]:
-            raise CheckpointError(f"{folder} has {file.parent.name}: expert parallelism is not read")
-        found[int(match[1]), int(match[2] or 0)] = file
-    if (0, 0) not in found:
-        raise CheckpointError(f"{folder} has no file of the first rank: copy those of all machines together")
+def joined_parts(ranks: Mapping[Rank, Sequence[Mapping[str, Parts]]], gated: bool, folder: Path) -> dict[str, Parts]:
+    """Returns parts of whole tensors, of what each rank has of each virtual stage."""
+    found: dict[str, Parts] = {}
+    for part in (WEIGHT, *MOMENTS):
+        one = {rank: [{name: parts[part] for name, parts in some.items() if part in parts} for some in chunks]
+               for rank, chunks in ranks.items()}  # fmt: skip
+        for name, tensor in joined(one, gated, folder).items():
+            found.setdefault(name, {})[part] = tensor
     return found
 
 
-def _named(model: Any, folder: Path) -> dict[str, Place]:
-    """Returns the tensors of a stage; what Transformer Engine keeps beside them is none of the model."""
-    if not isinstance(model, dict):
-        raise CheckpointError(f"{folder}: a rank has other virtual stages than the first one")
-    if "language_model" in model:
-        raise CheckpointError(f"{folder} is of a model from before megatron-core: convert it with Megatron's own tools")
-    some = {name: value for name, value in model.items() if not str(name).endswith("_extra_state")}
-    if unknown := [name for name, value in some.items() if not isinstance(value, Place)]:
-        raise CheckpointError(f"{folder}: {plain(unknown[0])} is no tensor")
-    return {str(name).removeprefix("module."): value for name, value in some.items()}
+def _add(tensors: Tensors, ranks: Sequence[Mapping[str, Boxes]], layers: int, gated: bool, folder: Path) -> int:
+    """Adds a stage's tensors, joined over its tensor ranks; returns how many layers there are then.
 
-
-def _add(tensors: Tensors, ranks: Sequence[Mapping[str, Place]], layers: int, gated: bool, folder: Path) -> int:
-    """Adds a stage's tensors, joined over its tensor ranks; returns how many layers there are so far."""
+    layers: how many there are before.
+    """
     if any(rank.keys() != ranks[0].keys() for rank in ranks):
         raise CheckpointError(f"{folder}: tensor ranks have different tensors")
     end = layers
     for name in ranks[0]:
-        parts: list[Boxes] = [Spread(rank[name].shape, rank[name]) for rank in ranks]
+        parts = [rank[name] for rank in ranks]
         match, key = LAYER.fullmatch(name), name
         if match is not None:
             number = layers + int(match[1])
             key, end = f"decoder.layers.{number}.{match[2]}", max(end, number + 1)
         try:
-            tensors.setdefault(key, _joined(name, parts, gated))
+            tensors.setdefault(key, _side_by_side(name, parts, gated))
         except (CheckpointError, IndexError) as error:
             raise CheckpointError(f"{folder}: {plain(name)}: {error}") from None
     return end
 
 
-def _joined(name: str, parts: list[Boxes], gated: bool) -> Boxes:
+def _side_by_side(name: str, parts: list[Boxes], gated: bool) -> Boxes:
     """Returns what tensor ranks hold as one."""
     if name.endswith(ROW_PARALLEL):
         return SideBySide(parts)
@@ -244,3 +222,17 @@ def _joined(name: str, parts: list[Boxes], gated: bool) -> Boxes:
         gates = [(part, 0, n) for part, n in zip(parts, half, strict=True)]
         return Rows(gates + [(part, n, 2 * n) for part, n in zip(parts, half, strict=True)])
     return stack(parts)
+
+
+def share(name: str, whole: Boxes, rank: int, tp: int, gated: bool) -> Boxes:
+    """Returns what a tensor rank has of a whole tensor. CheckpointError where it does not divide."""
+    row = name.endswith(ROW_PARALLEL)
+    if "layer_norm_" in name or not (row or any(key in name for key in COLUMN_PARALLEL)):
+        return whole
+    halves = 2 if gated and "mlp.linear_fc1." in name else 1
+    size, rest = divmod(whole.shape[1 if row else 0], tp * halves)
+    if rest:
+        raise CheckpointError(f"{plain(name)} does not divide by {tp} tensor ranks")
+    if row:
+        return Columns(whole, rank * size, (rank + 1) * size)
+    return rows(whole, *(((half * tp + rank) * size, (half * tp + rank + 1) * size) for half in range(halves)))

@@ -2,10 +2,9 @@
 
     checkpoint = open_dist(folder)                  a `Source`; CheckpointError for what is not read, by name
 
-`.metadata` (a pickle) says of each tensor its shape, its boxes, and where in a `__R_N.distcp` file each box is, as
-torch.save writes it. Layers are stacked along a first dimension, or have numbers; a gated `linear_fc1` has all gates
-first, or two tensors, `_w` and `_v` (megatron/core/dist_checkpointing/strategies/torch.py, transformer_block.py,
-mlp.py). `args` are in `common.pt`, or among the entries.
+Layers are stacked along a first dimension, or have numbers; a gated `linear_fc1` has all gates first, or two tensors,
+`_w` and `_v` (megatron/core/dist_checkpointing/strategies/torch.py, transformer_block.py, mlp.py). What all ranks have,
+such as `args`, is in `common.pt`, or an entry (core_v0.19: serialization.py, save, `common_state`).
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from threed.checkpoint import coverage
 from threed.checkpoint.files import CheckpointError, plain
+from threed.foreign.distcp import DistFolder
 from threed.foreign.megatron import MegatronCheckpoint, Tensors, step_folder
-from threed.foreign.outlines import Job, Place, outline
-from threed.foreign.spread import At, Boxed, Boxes, Spread, stack
+from threed.foreign.megatron_dist_optim import states_of
+from threed.foreign.outlines import Job, Thing, outline
+from threed.foreign.spread import At, stack
 from threed.parse import ParseError, read_json
 
 STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
 PREFIXES = ("model.module.module.", "model.module.", "model.", "")
 WORD = "embedding.word_embeddings.weight"
-OTHERS = ("optimizer.", "rng_state", "rerun_state_machine")
+OTHERS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
 MOST_LAYERS = 100_000
 
 
@@ -40,77 +40,43 @@ def open_dist(path: Path) -> MegatronCheckpoint:
     folder = step_folder(path)
     assert folder is not None
     _check_kind(folder)
-    common = folder / "common.pt"
-    jobs = [Job(folder / ".metadata", kind="pickle"), *([Job(common)] if common.is_file() else [])]
-    metadata, *rest = outline(jobs)
-    try:
-        state = metadata.state
-        places = {(key.state["fqn"], tuple(key.state.get("offset") or ())): info.state
-                  for key, info in state["storage_data"].items()}  # fmt: skip
-        args = rest[0].get("args") if rest else _entry(folder, places, "args")
-        tensors = _layers(_tensors(folder, state["state_dict_metadata"], places))
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError, OverflowError) as error:
-        text = f"{type(error).__name__}: {plain(error)}"
-        raise CheckpointError(f"{folder} is not as torch.distributed.checkpoint writes it ({text})") from None
-    notes = ["weights alone are read: moments, masters and steps are left out, a run begins at step 0"]
-    return MegatronCheckpoint(path, "Megatron-LM, torch_dist", args, tensors, notes)
+    dist = DistFolder(folder)
+    common = _common(dist)
+    args = common.get("args")
+    table = args.state if isinstance(args, Thing) and isinstance(args.state, dict) else {}
+    prefix = next((some for some in PREFIXES if some + WORD in dist.shapes), None)
+    if prefix is None:
+        raise CheckpointError(f"{folder} has no {WORD}: it is none of a GPT model of megatron-core")
+    names = {name.removeprefix(prefix): name for name in dist.shapes
+             if name.startswith(prefix) and not name.startswith(OTHERS) and "_extra_state" not in name}  # fmt: skip
+    found = dist.tensors(list(names.values()))
+    tensors = unstacked({name: found[key] for name, key in names.items()})
+    states = states_of(dist, names, tensors, common, table, unstacked)
+    return MegatronCheckpoint(path, "Megatron-LM, torch_dist", args, tensors, states)
 
 
 def _check_kind(folder: Path) -> None:
     try:
         kind = read_json(folder / "metadata.json").get("sharded_backend")
-    except ParseError as error:
+    except (ParseError, AttributeError) as error:
         raise CheckpointError(f"{error}: Megatron says there of which kind a checkpoint is") from None
     if kind != "torch_dist":
         raise CheckpointError(f"{folder} is of kind {plain(kind)}: torch_dist and the legacy one are read")
 
 
-def _entry(folder: Path, places: Mapping[Any, Any], name: str) -> Any:
-    """Returns an object that is an entry of its own."""
-    if (name, ()) not in places:
-        return None
-    return outline([_job(folder, places[name, ()])])[0]
+def _common(dist: DistFolder) -> Mapping[str, Any]:
+    """Returns what is not of some rank: args, the iteration, the optimizer's groups."""
+    file = dist.path / "common.pt"
+    found = outline([Job(file)])[0] if file.is_file() else dist.entry("common_state/shard_0_1")
+    found = found[0] if isinstance(found, list) and len(found) == 1 else found
+    if found is None:
+        found = {"args": dist.entry("args")}
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{dist.path}: what is common to all ranks is not as Megatron writes it")
+    return found
 
 
-def _job(folder: Path, info: Mapping[str, Any]) -> Job:
-    file, first, length = info["relative_path"], info["offset"], info["length"]
-    if Path(file).name != file or not file.isprintable():
-        raise CheckpointError(f"{folder} names {plain(file)}, which is no file of it")
-    if info.get("transform_descriptors"):
-        raise CheckpointError(f"{folder} has files that are compressed or encrypted: that is not read")
-    return Job(folder / file, first, first + length)
-
-
-def _tensors(folder: Path, about: Mapping[str, Any], places: Mapping[Any, Any]) -> Tensors:
-    """Returns the tensors of the model, by their names without what is before all of them."""
-    prefix = next((some for some in PREFIXES if some + WORD in about), None)
-    if prefix is None:
-        raise CheckpointError(f"{folder} has no {WORD}: it is none of a GPT model of megatron-core")
-    wanted = {
-        name: entry.state for name, entry in about.items()
-        if entry.name.endswith(".TensorStorageMetadata") and name.startswith(prefix) and not name.startswith(OTHERS)
-        and "_extra_state" not in name
-    }  # fmt: skip
-    boxes = {name: [(tuple(c.state["offsets"]), tuple(c.state["sizes"])) for c in entry["chunks"]]
-             for name, entry in wanted.items()}  # fmt: skip
-    listed = [["weight", name, list(wanted[name]["size"]), *map(list, box)] for name in wanted for box in boxes[name]]
-    for problem in coverage.of_boxes([{"boxes": listed}]):
-        raise CheckpointError(f"{folder}: {plain(problem)}")
-    keys = [(name, first) for name in wanted for first, _ in boxes[name]]
-    found = dict(zip(keys, outline([_job(folder, places[key]) for key in keys]), strict=True))
-    tensors: Tensors = {}
-    for name, entry in wanted.items():
-        parts: list[tuple[tuple[int, ...], Boxes]] = []
-        for first, size in boxes[name]:
-            place = found[name, first]
-            if not isinstance(place, Place) or place.shape != size:
-                raise CheckpointError(f"{folder}: a box of {plain(name)} has another shape than its list says")
-            parts.append((first, Spread(place.shape, place)))
-        tensors[name.removeprefix(prefix)] = Boxed(entry["size"], parts)
-    return tensors
-
-
-def _layers(tensors: Tensors) -> Tensors:
+def unstacked(tensors: Tensors) -> Tensors:
     """Returns tensors by the numbers of layers, and halves of one layer together."""
     found: Tensors = {}
     for name, tensor in tensors.items():

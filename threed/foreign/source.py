@@ -39,12 +39,16 @@ class Progress:
 class Source(Protocol):
     """What is read of another program's checkpoint.
 
-    title: whose it is. shapes: of our tensors, by our names. notes: what is left out.
+    title: whose it is. shapes: of our tensors, by our names. notes: what is left out. scale: the loss scale, as a
+    checkpoint's state has it; empty where there is none.
     """
 
     title: str
     model: ModelConfig
     progress: Progress
+
+    @property
+    def scale(self) -> Mapping[str, float]: ...
 
     @property
     def shapes(self) -> Mapping[str, Shape]: ...
@@ -92,7 +96,7 @@ def write_native(
     state = {
         "steps": done.steps, "consumed": done.samples, "updates": done.updates,
         "skips": max(0.0, done.steps - done.updates),
-        "extra": {"tokenizer": dict(hashes) if hashes else None, "imported": source.title},
+        "extra": {"tokenizer": dict(hashes) if hashes else None, "imported": source.title}, **source.scale,
     }  # fmt: skip
     write_parts(out, config, about, rows, state, file_bytes)
     for note in source.notes:

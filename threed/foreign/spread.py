@@ -113,31 +113,31 @@ class Cut:
 
 
 class Spread:
-    """A tensor of that shape, whose elements, in row-major order, are these."""
+    """A tensor of that shape, whose `elements`, in row-major order, are these."""
 
     def __init__(self, shape: Sequence[int], elements: Elements) -> None:
-        self.shape, self._elements = tuple(shape), elements
+        self.shape, self.elements = tuple(shape), elements
         if math.prod(self.shape) != elements.numel:
             raise CheckpointError(f"a tensor of shape {list(shape)} has {elements.numel} elements")
 
     @property
     def dtype(self) -> torch.dtype:
         """Its format."""
-        return self._elements.dtype
+        return self.elements.dtype
 
     def box(self, start: Shape, size: Shape) -> Tensor:
         """Returns a box [*size]; of rows that are not whole, some at a time are read."""
         if not self.shape:
-            return self._elements.read(0, 1).view(())
+            return self.elements.read(0, 1).view(())
         row = math.prod(self.shape[1:])
         if tuple(size[1:]) == self.shape[1:]:
-            return self._elements.read(start[0] * row, (start[0] + size[0]) * row).view(size)
+            return self.elements.read(start[0] * row, (start[0] + size[0]) * row).view(size)
         out = torch.empty(tuple(size), dtype=self.dtype)
         inside = tuple(slice(a, a + n) for a, n in zip(start[1:], size[1:], strict=True))
         step = max(1, CHUNK // (row * self.dtype.itemsize))
         for first in range(0, size[0], step):
             last = min(first + step, size[0])
-            rows = self._elements.read((start[0] + first) * row, (start[0] + last) * row)
+            rows = self.elements.read((start[0] + first) * row, (start[0] + last) * row)
             out[first:last] = rows.view(last - first, *self.shape[1:])[(slice(None), *inside)]
         return out
 
@@ -205,6 +205,27 @@ class Rows:
             found.append(part.box((first + at - begin, *start[1:]), (stop - at, *size[1:])))
             number, at = number + 1, stop
         return found[0] if len(found) == 1 else torch.cat(found)
+
+
+class Columns:
+    """Columns [first, last) of a tensor [rows, columns]."""
+
+    def __init__(self, whole: Boxes, first: int, last: int) -> None:
+        self._whole, self._first, self._last = whole, first, last
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its format."""
+        return self._whole.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+        return (self._whole.shape[0], self._last - self._first)
+
+    def box(self, start: Shape, size: Shape) -> Tensor:
+        """Returns a box [*size]."""
+        return self._whole.box((start[0], self._first + start[1]), size)
 
 
 class Boxed:

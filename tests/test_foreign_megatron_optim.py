@@ -1,0 +1,168 @@
+"""Masters and moments of Megatron's optimizers come in bit for bit, and the next update is the one that they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import megatron_checkpoints as written
+from tests import reference_models
+from tests.configs import engine_of
+from tests.harness import run_ranks
+from tests.megatron_checkpoints import GPT, LLAMA
+from tests.megatron_optimizers import STEP, Distributed, InBuffers, OfTheModel, Whole
+from tests.test_foreign_megatron import EVEN
+from threed.checkpoint import native
+from threed.checkpoint.convert import convert
+from threed.checkpoint.reading import Reader
+from threed.config import Config
+from threed.resolution import resolve
+
+TIED = LLAMA | {"untie_embeddings_and_output_weights": False}
+FOUR = [[0], [1], [2], [3]]
+LEGACY: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
+    "one bucket": (LLAMA, {}, Distributed),
+    "buckets": (LLAMA, {"tp": 2, "layers": EVEN}, lambda states: Distributed(states, 700)),
+    "small buckets": (GPT, {"tp": 2}, lambda states: Distributed(states, 1)),
+    "tied, buckets": (TIED, {"tp": 2, "layers": EVEN}, lambda states: Distributed(states, 1000)),
+    "virtual stages": (LLAMA, {"tp": 2, "layers": FOUR, "virtual": 2}, lambda states: Distributed(states, 500)),
+    "not Transformer Engine": (GPT, {"tp": 2, "layers": EVEN, "engine": False}, Distributed),
+    "not distributed": (LLAMA, {"tp": 2, "layers": EVEN}, Whole),
+    "not distributed, tied": (GPT, {"tp": 2, "layers": EVEN}, Whole),
+    "not distributed, virtual": (LLAMA, {"layers": FOUR, "virtual": 2}, Whole),
+    "fp32": (GPT, {"tp": 2, "layers": EVEN}, lambda states: Whole(states, masters=False)),
+}
+
+
+def check(out: Path, states: dict[str, dict[str, Tensor]], scale: bool = True) -> None:
+    manifest = native.read_manifest(out)
+    assert native.verify(out, manifest) == []
+    state = manifest["state"]
+    assert [state[key] for key in ("steps", "consumed", "updates", "skips")] == [100, 3200, STEP, 100 - STEP]
+    assert (state.get("loss_scale"), state.get("good_steps"), state.get("hysteresis_left")) == (
+        (2.0**14, 7.0, 1.0) if scale else (None, None, None)
+    )
+    with Reader(out, manifest) as reader:
+        for part, tensors in states.items():
+            for name, want in tensors.items():
+                assert torch.equal(reader.full(part, name), want), f"{part} of {name}"
+
+
+@pytest.mark.parametrize("case", LEGACY)
+def test_legacy_states_are_the_same_bit_for_bit(case: str, tmp_path: Path) -> None:
+    args, layout, optimizer = LEGACY[case]
+    states = written.states_of(written.model_of(args))
+    fp32 = case == "fp32"
+    weights = {name: tensor if fp32 else tensor.bfloat16() for name, tensor in states["weight"].items()}
+    folder = written.write_legacy(tmp_path / "theirs", args, weights, **layout, optimizer=optimizer(states))
+    check(convert(folder, tmp_path / "native", allow_pickle=True), states, scale=not fp32)
+
+
+# --------------------------------------------------------------------------------------------------------- torch_dist
+
+ONE = [[0, 1, 2, 3]]
+DIST: dict[str, tuple[dict[str, Any], Any]] = {
+    "fully reshardable": (LLAMA, OfTheModel),
+    "not distributed": (GPT, lambda states: OfTheModel(states, "fp32_param")),
+    "model space": (LLAMA, lambda states: OfTheModel(states, "fp32_param", flat=True)),
+    "buckets": (LLAMA, lambda states: InBuffers(states, EVEN, bucket=700)),
+    "buckets, one stage": (GPT, lambda states: InBuffers(states, ONE)),
+    "buckets, tied": (TIED, lambda states: InBuffers(states, [[0], [1, 2, 3]], bucket=1000)),
+    "buckets, virtual": (LLAMA, lambda states: InBuffers(states, FOUR, virtual=2, bucket=500)),
+    "gathered": (GPT, lambda states: InBuffers(states, EVEN, bucket=700, gathered=True)),
+}
+
+
+def write_all(place: Path) -> None:
+    for number, (name, (args, optimizer)) in enumerate(DIST.items()):
+        states = written.states_of(written.model_of(args))
+        weights = {key: tensor.bfloat16() for key, tensor in states["weight"].items()}
+        made = optimizer(states)
+        pp = len(made.layers) // made.virtual if isinstance(made, InBuffers) else 1
+        args = args | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": pp}
+        written.write_dist(place / name, args, weights, optimizer=made, entry=bool(number % 2))
+
+
+@pytest.fixture(scope="module")
+def dists(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of torch_dist with an optimizer's states, which two ranks wrote."""
+    place = tmp_path_factory.mktemp("dist")
+    run_ranks(2, write_all, place)
+    return place
+
+
+@pytest.mark.parametrize("case", DIST)
+def test_torch_dist_states_are_the_same_bit_for_bit(case: str, dists: Path, tmp_path: Path) -> None:
+    check(
+        convert(dists / case, tmp_path / "native", allow_pickle=True),
+        written.states_of(written.model_of(DIST[case][0])),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- going on
+
+LR, BETAS, EPS, ROWS, SEQ = 1e-3, (0.9, 0.95), 1e-8, 4, 12
+
+
+def tokens() -> Tensor:
+    return torch.randint(52, (ROWS, SEQ), generator=torch.Generator().manual_seed(3))
+
+
+def go_on(folder: Path) -> dict[str, Tensor]:
+    """Resumes a converted checkpoint on 2 stages of 2 tensor ranks and does a step: the weights then."""
+    saved = native.read_manifest(folder)["config"]["model"]
+    config = Config.model_validate({
+        "model": saved | {"seq": SEQ}, "precision": {"dtype": "fp32"}, "parallel": {"tp": 2, "pp": 2},
+        "optim": {"lr": LR, "betas": BETAS, "weight_decay": 0.0, "warmup": 0, "schedule": "constant"},
+        "train": {"global_batch": ROWS, "micro_batch": 1, "grad_clip": 0.0, "steps": 110},
+    })  # fmt: skip
+    engine = engine_of(resolve(config, 52, 4))
+    engine.load(folder)
+    assert (engine.steps, engine.consumed, float(engine.optimizer.updates)) == (100, 3200, STEP)
+    rows = tokens()
+    engine.step({"tokens": rows, "labels": torch.cat([rows[:, 1:], torch.full_like(rows[:, :1], -100)], 1)})
+    return engine.full_state_dict()
+
+
+def go_on_all(folders: list[Path]) -> list[dict[str, Tensor]]:
+    return [go_on(folder) for folder in folders]
+
+
+def next_step(states: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The same step by torch's AdamW, of a model in plain PyTorch, from the states as they were written."""
+    model = reference_models.llama(
+        vocab=52, h=24, layers=4, heads=6, kv=2, ffn=20, tied=False, qk_norm=False, theta=5e4
+    )
+    model.take(states["weight"])
+    for module in model.modules():
+        if isinstance(module, reference_models.RMSNorm):
+            module.eps = 1e-6
+    named = model.named()
+    optimizer = torch.optim.AdamW(named.values(), LR, BETAS, EPS, weight_decay=0.0)
+    for name, parameter in named.items():
+        moments = {part: states[part][name].clone() for part in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(float(STEP)), **moments}
+    rows = tokens()
+    torch.nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).backward()
+    optimizer.step()
+    return {name: parameter.detach() for name, parameter in named.items()}
+
+
+def test_the_next_step_is_the_one_that_the_states_say(dists: Path, tmp_path: Path) -> None:
+    states = written.states_of(written.model_of(LLAMA))
+    weights = {name: tensor.bfloat16() for name, tensor in states["weight"].items()}
+    sources = [dists / name for name in ("fully reshardable", "model space", "buckets")]
+    for name, optimizer in (("distributed", Distributed(states, 700)), ("whole", Whole(states))):
+        sources.append(written.write_legacy(tmp_path / name, LLAMA, weights, 2, EVEN, optimizer=optimizer))
+    folders = [convert(source, tmp_path / "native" / source.name, allow_pickle=True) for source in sources]
+    want = next_step(states)
+    moved = max(float((want[name] - states["weight"][name]).abs().max()) for name in want)
+    assert moved > LR  # so the tolerance is a small part of what is compared
+    for folder, found in zip(folders, run_ranks(4, go_on_all, folders)[0], strict=True):
+        for name, tensor in want.items():
+            # An update is 1e-3 times moments' ratio, whose gradients are summed in another order, in fp32.
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-6, msg=f"{folder.name}: {name}")
