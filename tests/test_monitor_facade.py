@@ -65,8 +65,9 @@ with Monitor({str(tmp_path)!r}, 9, 0, True, wandb="off") as monitor:
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    assert [line[:4] for line in lines] == ["step", "metr", "step", "step", "step"]
+    assert [line[:4] for line in lines] == ["step", "metr", "step", "step", "step", "metr"]
     assert "cannot be written" in lines[1]
+    assert "the last 3 rows could not be written" in lines[5]
     assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "train/loss": 0.5}]
 
 
