@@ -3,28 +3,38 @@
 FAULT="rank=1 step=6 at=forward do=SIGKILL" python -m torch.distributed.run … tests/faulty.py --preset tiny …
 
 Ranks are "1", "0,1" or "all"; `at` is a key of PLACES; `do` is the name of a signal, which the rank sends to itself,
-or to its launcher after "launcher-"; or a key of ACTIONS. It happens once, in the first attempt of a job; when is
-written into `fired-RANK`. Several faults are parted by semicolons.
+or to its launcher after "launcher-"; or a key of ACTIONS. It happens once, in the first attempt of a job, and in the
+others too with `always=yes`; with `each=yes` in every step from that one on. When is written into `fired-RANK`. At the
+places of a save `step` is the checkpoint's. Several faults are parted by semicolons. CLOCK="1:7200" has the clock of
+rank 1 two hours ahead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from threed import collectives, launch
+from threed import collectives, launch, trainer
+from threed.checkpoint import hf, sink, writing
+from threed.checkpoint.retention import Retention
 from threed.data import Prefetcher
 from threed.engine import Engine
+from threed.monitor import MetricsFile
+from threed.native import build
 from threed.pipeline.executor import Executor
 from threed.trainer import Trainer
 from threed.zero.optimizer import Optimizer
+from threed.zero.snapshot import Snapshot
 
 PLACES: dict[str, tuple[Any, str]] = {
     "step": (Engine, "step"),
@@ -35,8 +45,30 @@ PLACES: dict[str, tuple[Any, str]] = {
     "evaluate": (Engine, "evaluate"),
     "save": (Engine, "save"),
     "fsync": (os, "fsync"),
+    "metrics": (MetricsFile, "append"),
     "sample": (Engine, "logits"),
+    "end": (Trainer, "_end"),
+    "export": (trainer, "export_hf"),
+    "file": (hf, "stream_tensors"),
+    "load": (Engine, "load"),
+    "build": (build, "_compile"),
 }
+# Of a save, in order. The second one of `copy`, and of `piece`: in the middle.
+SAVE: dict[str, tuple[Any, str]] = {
+    "prepare": (writing, "prepare"),
+    "copy": (Snapshot, "_into"),
+    "write": (writing.Saving, "write"),
+    "piece": (sink.Sink, "write"),
+    "flush": (sink.Sink, "__exit__"),
+    "entry": (writing.Saving, "_leave"),
+    "commit": (writing.Saving, "commit"),
+    "manifest": (writing, "write_text"),
+    "publish": (writing, "publish"),
+    "published": (Retention, "trust"),
+    "prune": (Retention, "_delete"),
+}
+LATER = ("copy", "piece")
+BALLAST = Path("runs/ballast")
 
 
 def fail(number: int) -> None:
@@ -55,20 +87,88 @@ def twice() -> None:
     time.sleep(600)
 
 
+def fill() -> None:
+    """Takes all space of the disk that the runs are on."""
+    with BALLAST.open("ab", buffering=0) as file:
+        for size in (2**20, 2**16, 2**12):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(size)):
+                    pass
+
+
+def free() -> None:
+    """Gives the space back, once this rank's part of a save beside training has ended."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+    BALLAST.unlink(missing_ok=True)
+
+
+def let_another_die() -> None:
+    """Waits until another rank was killed, and a little longer."""
+    end = time.monotonic() + 60
+    while not any(path.name != f"fired-{os.environ['RANK']}" for path in Path().glob("fired-*")):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    time.sleep(0.5)
+
+
+def break_disk() -> None:
+    """Reports an error to the file system of the runs, an ext4 that then refuses to be written."""
+    device = os.stat("runs").st_dev
+    name = Path(os.readlink(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")).name
+    Path(f"/sys/fs/ext4/{name}/trigger_fs_error").write_text("a test")
+
+
+def set_clock(seconds: float) -> None:
+    """Has the clock of this process so far ahead, as if somebody had set it."""
+    real = time.time
+    time.time = lambda: real() + seconds
+
+
+def damage(do: str, engine: Engine) -> None:
+    """Changes values on rank 1, of which the other ranks know nothing."""
+    from tests import test_bad_numbers, test_step
+
+    mine = engine.topology.rank == 1
+    engine.optimizer.settle()
+    if do == "nan-weight":
+        test_bad_numbers.poison_weight(engine, 1)
+    elif do == "nan-gradient" and mine:
+        test_step.POISONS["sink"](engine, float("nan"))
+    elif do == "flip-parameter" and mine:
+        test_bad_numbers.flip_parameter(engine)
+    elif do == "flip-moment" and mine:
+        test_bad_numbers.flip_state(engine, "exp_avg")
+    elif do == "flip-exponent" and mine:
+        state = next(s for s in engine.optimizer.states if next(s.bucket.runs(), None))
+        test_bad_numbers.flip(state.weight.fetch().wait(), bit=30, at=next(state.bucket.runs()).offset)
+
+
+DAMAGES = ("nan-weight", "nan-gradient", "flip-parameter", "flip-moment", "flip-exponent")
 ACTIONS: dict[str, Callable[[], object]] = {
     "raise": plant,
     "sleep": lambda: time.sleep(600),
     "spin": lambda: ctypes.PyDLL(None).sleep(600),  # in C, with the lock that Python's threads need
     "ENOSPC": lambda: fail(errno.ENOSPC),
+    "EIO": lambda: fail(errno.EIO),
     "EROFS": lambda: fail(errno.EROFS),
+    "fill": fill,
+    "free": free,
+    "break": break_disk,
     "slow": lambda: time.sleep(1),
+    "clock-ahead": lambda: set_clock(7200),
+    "clock-back": lambda: set_clock(-7200),
+    "wait": let_another_die,
     "SIGTERM-twice": twice,
 }
 
 
-def act(do: str) -> None:
-    """Does what a fault says."""
-    if do in ACTIONS:
+def act(do: str, args: tuple[Any, ...]) -> None:
+    """Does what a fault says. args: of the call in whose place it happens."""
+    if do in DAMAGES:
+        damage(do, args[0])
+    elif do in ACTIONS:
         ACTIONS[do]()
     else:
         os.kill(
@@ -76,25 +176,42 @@ def act(do: str) -> None:
         )
 
 
+def saved_step(args: tuple[Any, ...]) -> int | None:
+    """The step of the checkpoint that a call of a save is about."""
+    for value in args:
+        value = getattr(value, "path", value)
+        value = value[0] if isinstance(value, list) and value else value
+        if isinstance(value, Path) and (found := re.search(r"step-(\d+)", str(value))):
+            return int(found[1])
+    return None
+
+
 def plant_fault(fault: str) -> None:
-    """Puts a fault into this process, if it is of its rank."""
+    """Puts a fault into this process, if it is of its rank and attempt."""
     said = dict(word.split("=") for word in fault.split())
     rank = os.environ.get("RANK", "0")
     if said["rank"] != "all" and rank not in said["rank"].split(","):
         return
-    owner, name = PLACES[said["at"]]
-    before, one_step, state = getattr(owner, name), Trainer._one_step, {"step": 0, "fired": False}
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and "always" not in said:
+        return
+    of_save = said["at"] in SAVE
+    owner, name = (SAVE | PLACES)[said["at"]]
+    before, one_step, state = getattr(owner, name), Trainer._one_step, {"step": 0, "calls": 0, "fired": False}
 
     def counted(self: Trainer, *args: Any) -> None:
         state["step"] = self.engine.steps + 1
         one_step(self, *args)
 
     def faulty(*args: Any, **keywords: Any) -> Any:
-        due = state["step"] >= int(said["step"]) if said["do"] == "slow" else state["step"] == int(said["step"])
-        if due and (not state["fired"] or said["do"] == "slow"):
+        step = (saved_step(args) or state["step"]) if of_save and said["at"] != "prune" else state["step"]
+        lasting = "each" in said or of_save or "always" in said
+        due = step >= int(said["step"]) if lasting else step == int(said["step"])
+        state["calls"] += due
+        late = said["at"] in LATER and state["calls"] < 2
+        if due and not late and (not state["fired"] or "each" in said):
             state["fired"] = True
             Path(f"fired-{rank}").write_text(str(time.time()))
-            act(said["do"])
+            act(said["do"], args)
         return before(*args, **keywords)
 
     Trainer._one_step = counted  # type: ignore[method-assign]
@@ -102,7 +219,9 @@ def plant_fault(fault: str) -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and "FAULT" in os.environ:
-        for fault in os.environ["FAULT"].split(";"):
-            plant_fault(fault)
+    clock_of, _, ahead = os.environ.get("CLOCK", "").partition(":")
+    if ahead and clock_of == os.environ.get("RANK", "0"):
+        set_clock(float(ahead))
+    for fault in filter(None, os.environ.get("FAULT", "").split(";")):
+        plant_fault(fault)
     sys.exit(launch.main(sys.argv[1:], arch="gpt", prog="pretrain/gpt.py"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -372,6 +373,30 @@ def places_after_failures(folder: Path) -> int:
 
 def test_saves_that_fail_leave_the_window_as_it_was(tmp_path: Path) -> None:
     assert run_ranks(1, places_after_failures, tmp_path) == [WINDOW]
+
+
+def save_without_a_word(folder: Path) -> str:
+    """A save of which rank 1 can write nothing, not even that: as on a disk that became read-only."""
+    engine = engine_of(config_of(Case(dp=2, dtype="fp32", layers=2)))
+    refused = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    with ExitStack() as stack:
+        if engine.topology.rank == 1:
+            for name in ("_entry", "_leave"):
+                stack.enter_context(mock.patch.object(writing.Saving, name, side_effect=refused))
+        save = engine.start_save(folder / "step-1")
+        train(engine, 1)
+        with pytest.raises(CheckpointError) as failed:
+            save.wait()
+    engine.start_save(folder / "step-2").wait()
+    return f"{failed.value}; {sorted(path.name for path in folder.iterdir())}"
+
+
+def test_the_first_rank_waits_for_no_word_that_a_disk_refuses(tmp_path: Path) -> None:
+    first, second = run_ranks(2, save_without_a_word, tmp_path)
+    assert first == second
+    assert first.startswith("rank 1 could not write ")
+    assert "Read-only file system" in first
+    assert first.endswith("['step-2']")
 
 
 def unasked(folder: Path) -> list[str]:

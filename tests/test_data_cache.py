@@ -94,7 +94,7 @@ def test_a_full_disk_is_named_with_advice(tmp_path: Path) -> None:
         return {}
 
     with pytest.raises(
-        OSError, match=r"No disk space for the token cache: .* GiB free; make room or point THREED_CACHE"
+        OSError, match=r"No disk space for the token cache: .* [KMGT]iB free; make room or point THREED_CACHE"
     ):
         build_once(tmp_path, "entry", fill)
     assert leftovers(tmp_path) == []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -65,9 +67,31 @@ with Monitor({str(tmp_path)!r}, 9, 0, True, wandb="off") as monitor:
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    assert [line[:4] for line in lines] == ["step", "metr", "step", "step", "step"]
+    assert [line[:4] for line in lines] == ["step", "metr", "step", "step", "step", "metr"]
     assert "cannot be written" in lines[1]
+    assert "the last 3 rows could not be written" in lines[5]
     assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "train/loss": 0.5}]
+
+
+def test_rows_that_a_disk_did_not_take_are_written_when_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Monitor(tmp_path, 9, 0, True, wandb="off") as monitor:
+        monitor.log(1, {"train/loss": 1.0})
+        with mock.patch("os.write", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+            for step in (2, 3):
+                monitor.log(step, {"train/loss": 1.0})
+            with pytest.raises(TypeError):
+                monitor.log(4, {"train/loss": object()})
+            assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1]
+        monitor.log(4, {"train/loss": 1.0})
+        monitor.sync()
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("metrics: ")]
+    assert "No space left on device: " in said[0]
+    assert " are free at " in said[0]
+    assert said[1].endswith("is written again, with the 3 rows that were kept")
+    assert len(said) == 2
 
 
 def test_the_room_imports_nothing_heavy() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from threed.data import Data
+from threed.disk import why
 from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.monitor import figures
@@ -35,9 +36,23 @@ def memory_rows(forecast: Forecast, peaks: Sequence[int], step: int) -> list[dic
 
 def draw(
     folder: Path, data: Data, forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]],
+    memory: Sequence[Mapping[str, Any]], note: Callable[[str], None],
+) -> list[Path]:  # fmt: skip
+    """Draws loss.svg, memory.svg and pipeline.svg into the run's figures; returns those that were drawn.
+
+    A disk that takes none is only told: the run has its checkpoint.
+    """
+    try:
+        return _drawn(folder, data, forecast, plan, spans, memory)
+    except OSError as error:
+        note(f"no figures: {why(error, folder)}")
+        return []
+
+
+def _drawn(
+    folder: Path, data: Data, forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]],
     memory: Sequence[Mapping[str, Any]],
 ) -> list[Path]:  # fmt: skip
-    """Draws loss.svg, memory.svg and pipeline.svg into the run's figures; returns those that were drawn."""
     figures.save_figure_data(
         folder, uniform_entropy=data.uniform_entropy, unigram_entropy=data.unigram_entropy, memory=list(memory)
     )

@@ -9,6 +9,7 @@ program with exit code 2.
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import signal
 import sys
@@ -30,6 +31,7 @@ from threed.checks import find_problems
 from threed.config import Config, ConfigError
 from threed.data import Data, open_data
 from threed.data import find_problems as find_data_problems
+from threed.disk import is_unwritable, why
 from threed.engine import Engine
 from threed.forecast import Forecast, checkpoint_bytes
 from threed.layers import Slicing
@@ -107,12 +109,26 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         code = PREEMPTED
     except LostContact:  # which was said by the rank that knows
         code = 1
+    except OSError as error:  # of a run folder that this rank cannot write any more: the others end with it
+        if not is_unwritable(error):
+            raise
+        folder = Path(config.run.dir or "runs")
+        who = f"rank {os.environ.get('RANK', 0)} on {platform.node()}"
+        print(
+            f"threed: {who} could not write {error.filename or folder}: {why(error, folder)}",
+            file=sys.stderr,
+            flush=True,
+        )
+        code = 2
     except SwapError as error:  # this rank's drive alone, perhaps: it speaks for itself, and the others end with it
         print(f"threed: {error}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_how_to_go_on(config, words)) from None
-    collectives.leave(code)
+    try:
+        collectives.leave(code)
+    except RuntimeError:  # the first rank failed in what it does last, and has said so
+        os._exit(1)
     return code
 
 
@@ -268,7 +284,8 @@ def _existing(folder: Path) -> Path:
 def _disk_problems(folder: Path, forecast: Forecast | None) -> list[str]:
     there = _existing(folder)
     if not there.is_dir() or not os.access(there, os.W_OK):
-        return [f"the run folder {folder} cannot be made in {there}: choose another with --run.dir"]
+        why_not = ", which is read-only" if there.is_dir() and os.statvfs(there).f_flag & os.ST_RDONLY else ""
+        return [f"the run folder {folder} cannot be made in {there}{why_not}: choose another with --run.dir"]
     if forecast is None:
         return []
     try:

@@ -98,8 +98,9 @@ def mark(folder: Path, step: int, reason: str, checkpoint: Path | None, job: str
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
     scratch = folder / f"{FILE}.tmp"
-    scratch.write_text(json.dumps({**about, "job": job, "attempt": _attempt(), "world": world}))
-    scratch.replace(folder / FILE)
+    with contextlib.suppress(OSError):  # a disk that fails: the exit code and the message say it all the same
+        scratch.write_text(json.dumps({**about, "job": job, "attempt": _attempt(), "world": world}))
+        scratch.replace(folder / FILE)
 
 
 def begin(folder: Path, job: str | None, axis: Axis) -> None:

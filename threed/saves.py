@@ -1,6 +1,6 @@
 """The saves of a run: beside training where that can be, told when they fail, and counted once they are whole.
 
-    saves = Saves(engine, retention, note)
+    saves = Saves(engine, retention, note, first)
     saves.save(path, extra, beside=True)      begins one, after the one before has ended
     saves.look()                              in each step: says that one has failed
     saves.end()                               waits for the one that is written
@@ -22,10 +22,14 @@ from threed.engine import Engine
 
 
 class Saves:
-    """Saves an engine's state into a run's folder. note: tells people, on the first rank."""
+    """Saves an engine's state into a run's folder. note: tells people, on the first rank. first: called before a
+    checkpoint is published, perhaps in another thread."""
 
-    def __init__(self, engine: Engine, retention: Retention, note: Callable[[str], None]) -> None:
-        self.engine, self.retention, self.note = engine, retention, note
+    def __init__(
+        self, engine: Engine, retention: Retention, note: Callable[[str], None], first: Callable[[], None]
+    ) -> None:
+        self.engine, self.retention, self.note, self.first = engine, retention, note, first
+        engine.saver.before_publishing = first
         self.last_saved = -1
         self._under_way: Save | None = None
         self._told: set[Path] = set()
@@ -38,6 +42,7 @@ class Saves:
                 published = lambda: self.retention.published(path)  # noqa: E731
                 self._under_way = self.engine.start_save(path, extra, published)
                 return
+            self.first()
             self.engine.save(path, extra)
         except CheckpointError as error:
             if not may_fail:
@@ -59,7 +64,7 @@ class Saves:
     def look(self) -> None:
         """Says it if the save that is written has failed; the first rank learns that before it ends on the others."""
         if self._under_way is not None and self._under_way.done and self._under_way.problem is not None:
-            self._tell(self._under_way.path, self._under_way.problem)
+            self._tell(self._under_way.path, f"{self._under_way.problem} (earlier checkpoints are intact)")
 
     def end(self) -> None:
         """Waits for the save that is written, if there is one. Collective."""

@@ -14,7 +14,6 @@ import os
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from threed import collectives
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.run_folder import RunFolderError
 from threed.config import Config
+from threed.disk import is_unwritable
 from threed.memory.io import SwapError
 from threed.metrics import BadStepsError
 from threed.monitor import failure, heartbeat, process
@@ -62,8 +62,8 @@ class Supervision:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="threed-supervision")
 
     def asked(self) -> str:
-        """Why this rank is to stop; of the time limit the first rank alone says so, for clocks differ."""
-        over = self.limit is not None and self.topology.rank == 0 and time.time() - process.launched() > self.limit
+        """Why this rank is to stop; of the time limit the first rank alone says so."""
+        over = self.limit is not None and self.topology.rank == 0 and process.since_launch() > self.limit
         return self.signals.asked or (f"train.time-limit {self.limit:g} s" if over else "")
 
     @contextmanager
@@ -109,14 +109,14 @@ class Supervision:
         about = self.heart.folder, self.topology.rank, self.topology.world
         if failure.a_sibling_failed(*about):
             for line in failure.named(*about):
-                _say(line)
+                _say(line + failure.attempt())
             os._exit(TERMINATED)
 
     def _tell(self, error: Exception) -> None:
         """Says whose fault an error is, if that is for this rank to say."""
         self._failing = True
         self.watchdog.stop()
-        if isinstance(error, TOLD):
+        if isinstance(error, TOLD) or is_unwritable(error):
             self.heart.mark("ended" if isinstance(error, Preempted) else "failed", str(error))
             failure.write_error_file(str(error))
             return
@@ -128,14 +128,14 @@ class Supervision:
                 f"{who(beat)} failed in {when(beat)}: {about}" if beat else f"rank {self.topology.rank} failed: {about}"
             )
             failure.write_error_file(text)
-            _say(text)
+            _say(text + failure.attempt())
             return
         self.heart.mark("lost", str(error))
         if self.interrupted.wait(1.0):
             return
         lines = failure.wait_for_names(self.heart.folder, self.topology.rank, self.topology.world)
         for line in lines:
-            _say(line)
+            _say(line + failure.attempt())
         text = "; ".join(lines) or "another rank failed: its own message says why"
         failure.write_error_file(text)
         raise LostContact(text) from error

@@ -26,6 +26,7 @@ from threed.checkpoint.hf import export_hf
 from threed.checkpoint.hf_folder import is_hf_folder
 from threed.checkpoint.retention import Retention, after_restart, candidates, job_name
 from threed.checkpoint.run_folder import owned, probe
+from threed.clocks import on_one_clock
 from threed.config import Config
 from threed.data import Data, Prefetcher
 from threed.device import name as device_name
@@ -67,7 +68,7 @@ class Trainer:
         self.forecast = (forecast or self._forecast()) if self.main else None
         asked = self.config.checkpoint
         self.retention = Retention(self.folder, asked.keep, self.world, asked.keep_every)
-        self.saves = Saves(engine, self.retention, lambda text: self.monitor.note(text))
+        self.saves = Saves(engine, self.retention, lambda text: self.monitor.note(text), lambda: self.monitor.sync())
         self.saving_s = 0.0
         self.spans: list[Any] = []
         self.peak = self.weighed = 0  # the most bytes of tensors in a step, and which step that was
@@ -281,10 +282,9 @@ class Trainer:
         return row
 
     def _all_spans(self) -> list[Any]:
-        """What ran when on every stage of this rank's column, in seconds of the wall clock."""
-        shift = time.time() - time.perf_counter()
-        mine = [[str(action), begin + shift, end + shift] for action, begin, end in self.engine.record(on=False)]
-        rows = collectives.exchange(mine, self.topology.axis("pp"))
+        """What ran when on every stage of this rank's column, in seconds of this rank's clock."""
+        mine = [(str(action), begin, end) for action, begin, end in self.engine.record(on=False)]
+        rows = on_one_clock(mine, self.topology.axis("pp"))
         return [[(Action.parse(text), begin, end) for text, begin, end in row] for row in rows]
 
     def _evaluate_if_due(self, step: int) -> dict[str, float]:
@@ -373,7 +373,7 @@ class Trainer:
             return
         memory = final_report.memory_rows(self.forecast, peaks, self.weighed) if any(peaks) else []
         plan = self.engine.blueprint.plan
-        drawn = final_report.draw(self.folder, self.data, self.forecast, plan, self.spans, memory)
+        drawn = final_report.draw(self.folder, self.data, self.forecast, plan, self.spans, memory, note)
         made = [("figures", path) for path in drawn]
         made += [("metrics", self.folder / "metrics.jsonl"), ("checkpoint", self.checkpoint(self.saves.last_saved))]
         if self.config.checkpoint.export_hf:

@@ -44,28 +44,34 @@ PATIENCE_S = 20.0  # for a save that is written when a run fails
 class Save:
     """A checkpoint that is written while training goes on.
 
-    called_s: seconds of the call that began it. published: called on the first rank, in the thread, once it is whole.
+    called_s: seconds of the call that began it. before, published: called on the first rank, in the thread, before it
+    is published and once it is whole.
     """
 
     def __init__(
-        self, saving: writing.Saving, snapshot: Snapshot, called_s: float, published: Callable[[], None] | None
-    ) -> None:
+        self, saving: writing.Saving, snapshot: Snapshot, called_s: float, published: Callable[[], None] | None,
+        before: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.path, self.called_s = saving.path, called_s
-        self._saving, self._snapshot, self._published = saving, snapshot, published
+        self._saving, self._snapshot, self._published, self._before = saving, snapshot, published, before
         self._asked = False
-        self._done = threading.Event()
+        self._written, self._done = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._write, name="checkpoint")  # no daemon: a program that ends waits
         self._thread.start()
 
     def _write(self) -> None:
         try:
             self._saving.write(self._snapshot.values())
+            self._written.set()
+            if self._before is not None and self._saving.everyone.index == 0:
+                self._before()
             if self._saving.commit() is None and self._saving.everyone.index == 0 and self._published is not None:
                 self._published()
         except Exception as error:
             self._saving.problem = self._saving.problem or f"{type(error).__name__}: {error}"
         finally:
             self._snapshot.end()
+            self._written.set()
             self._done.set()
 
     @property
@@ -85,15 +91,23 @@ class Save:
 
     def wait(self) -> Path:
         """Waits until the checkpoint is whole; returns its path. Collective; CheckpointError on every rank alike."""
-        self.join()
+        self._meet()
         self._asked = True
         self._saving.agree()
         return self.path
 
-    def join(self) -> None:
-        """Waits until this rank's part has ended, well or not."""
-        if not self.done:
-            self._snapshot.copy_rest()  # of a GPU's slices, which this thread has to
+    def _meet(self) -> None:
+        """Waits until every rank's part has ended, well or not. Collective.
+
+        Where the disk refuses everything, a rank that failed cannot leave word of it there: the first rank, which waits
+        for its part, hears of it here.
+        """
+        if not self._asked:
+            if not self.done:
+                self._snapshot.copy_rest()  # of a GPU's slices, which this thread has to
+            self._written.wait()
+            problems = collectives.exchange(self.problem, self._saving.everyone)
+            self._saving.give_up([problem for problem in problems if problem])
         self._thread.join()
 
     def give_up(self, patience: float = 0.0) -> None:
@@ -107,7 +121,7 @@ class Save:
         """Waits until it has ended everywhere; warns of an error that nobody has asked for. Collective."""
         if self._asked:
             return
-        self.join()
+        self._meet()
         self._asked = True
         if self.problem is not None and self._saving.everyone.index == 0:
             warnings.warn(f"no checkpoint {self.path}: {self.problem}", stacklevel=4)
@@ -115,12 +129,14 @@ class Save:
 
 
 class Saver:
-    """Begins saves, one at a time. last: the newest one. room: for copies, once it was asked for."""
+    """Begins saves, one at a time. last: the newest one. room: for copies, once it was asked for. before_publishing:
+    called on the first rank, in a save's thread."""
 
     def __init__(self, optimizer: Optimizer, topology: Topology, config: Config) -> None:
         self.optimizer, self.topology, self.config = optimizer, topology, config
         self.last: Save | None = None
         self.room: Room | None = None
+        self.before_publishing: Callable[[], None] | None = None
 
     def end(self) -> None:
         """Waits for the newest save, if it is still written. Collective."""
@@ -166,7 +182,7 @@ class Saver:
         self.optimizer.flush()
         snapshot = Snapshot(saving.records, self.optimizer, self.room)
         self.optimizer.before_change = snapshot.release
-        self.last = Save(saving, snapshot, time.perf_counter() - began, published)
+        self.last = Save(saving, snapshot, time.perf_counter() - began, published, self.before_publishing)
         if now:  # with the thread under way, for only what it has written makes room in a window
             snapshot.release_all()
         return self.last

@@ -26,6 +26,7 @@ from torch import Tensor
 from threed.atomic import building_place
 from threed.checkpoint.checksum import BLOCK, Hashes, threads
 from threed.checkpoint.sink import Sink
+from threed.disk import in_units as in_units
 from threed.parse import plain as plain
 
 NAMES = {
@@ -199,23 +200,17 @@ def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
     building = building_place(path)
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
-    check_space(building, nbytes)
+    check_space(path.parent, nbytes, kind)
     return building
 
 
-def in_units(nbytes: int) -> str:
-    """Returns a number of bytes in the unit that fits: 812 bytes, 4.0 KiB, 37.2 MiB, 1.5 TiB."""
-    power = min(max(nbytes.bit_length() - 1, 0) // 10, 5)
-    return f"{nbytes / 2 ** (10 * power):,.1f} {'KMGTP'[power - 1]}iB" if power else f"{nbytes} bytes"
-
-
-def check_space(folder: Path, needed: int) -> None:
-    """Raises CheckpointError when the disk under `folder` has not `needed` bytes free."""
+def check_space(folder: Path, needed: int, kind: str = "checkpoint") -> None:
+    """Raises CheckpointError when the disk under `folder` has not `needed` bytes free, for a folder of this kind."""
     disk = shutil.disk_usage(folder)
     if disk.total == 0:
         raise CheckpointError(f"{folder} is on no disk: point --run.dir elsewhere")
     if disk.free < needed:
         raise CheckpointError(
-            f"disk full: a checkpoint needs {in_units(needed)}, {in_units(disk.free)} are free at {folder}:"
+            f"disk full: a {kind} needs {in_units(needed)}, {in_units(disk.free)} are free at {folder}:"
             " free some space, lower --checkpoint.keep, or point --run.dir elsewhere"
         )

@@ -30,6 +30,7 @@ from threed.checkpoint.layouts import Entry, Shape, check_names, config_of, entr
 from threed.checkpoint.reading import Reader
 from threed.config import ModelConfig
 from threed.data.tokenizer import Tokenizer
+from threed.disk import why
 from threed.precision import DTYPES
 from threed.resolution import resolve_model
 from threed.zero.records import WEIGHT
@@ -98,9 +99,9 @@ def write_folder(
     dtype: of all; None: each as it is. files: other JSON files. Raises CheckpointError, also for values that overflow.
     """
     to = {entry.name: _dtype(dtype, entry, weights) for entry in table}
-    building = building_place(out)
+    building, nbytes = building_place(out), sum(_nbytes(entry, to[entry.name]) for entry in table)
     try:
-        begin(out, "config.json", "Hugging Face folder", sum(_nbytes(entry, to[entry.name]) for entry in table))
+        begin(out, "config.json", "Hugging Face folder", nbytes)
         _write_weights(building, table, weights, to, shard_bytes)
         name = str(to[table[0].name]).removeprefix("torch.")
         for file, content in {"config.json": {**config, "dtype": name, "torch_dtype": name}, **files}.items():
@@ -109,7 +110,8 @@ def write_folder(
             tokenizer.save_hf(building)
         publish(building, out)
     except OSError as error:
-        raise CheckpointError(f"could not write {out}: {error}") from error
+        shutil.rmtree(building, ignore_errors=True)
+        raise CheckpointError(f"could not write {out}: {why(error, out.parent, nbytes)}") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return out

@@ -27,6 +27,7 @@ from typing import Any
 
 from threed import collectives
 from threed.atomic import sync
+from threed.disk import why
 from threed.parse import parse_json
 from threed.topology import Axis
 
@@ -48,11 +49,11 @@ def probe(folder: Path, everyone: Axis) -> None:
     """
     token = collectives.exchange(secrets.token_hex(8), everyone)[0]
     place = folder / f".probe-{token}"
-    wrote, index = _attempt(lambda: _write(place / str(everyone.index), token)), everyone.index
+    wrote, index = _attempt(lambda: _write(place / str(everyone.index), token), folder), everyone.index
     try:
         _refuse([_at(index, f"cannot write in {folder}: {wrote}")] if wrote else [], everyone)
         other = (index + 1) % everyone.size  # in a ring: wherever machines do not share a folder, two neighbours differ
-        unseen = _attempt(lambda: _wait_for(place / str(other), token))
+        unseen = _attempt(lambda: _wait_for(place / str(other), token), folder)
         text = f"does not see in {folder} what rank {other} wrote there ({unseen}): all machines must share the folder"
         _refuse([_at(index, text)] if unseen else [], everyone)
     finally:
@@ -66,11 +67,13 @@ def _at(rank: int, text: str) -> str:
     return f"rank {rank} on {platform.node()} {text}"
 
 
-def _attempt(action: Any) -> str:
+def _attempt(action: Any, folder: Path) -> str:
     """Returns why an action on files failed, or nothing."""
     try:
         action()
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        return why(error, folder, elsewhere="use another folder")
+    except ValueError as error:
         return str(error)
     return ""
 
@@ -131,9 +134,10 @@ class Run:
 
 
 def _machine() -> str:
-    """Names what a pid belongs to: this boot of this machine, and a container's namespace."""
+    """Names what a pid and its start belong to: this boot of this machine, and a container's namespaces."""
     with contextlib.suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time"))])
     return platform.node()
 
 
@@ -208,7 +212,9 @@ def owned(folder: Path, everyone: Axis, job: str | None, patience: float = PATIE
     if everyone.index == 0:
         try:
             file = _take(folder, run, patience)
-        except (OSError, RunFolderError) as error:
+        except OSError as error:
+            problem = f"{folder} cannot be used: {why(error, folder)}"
+        except RunFolderError as error:
             problem = str(error)
     _tell([problem] if problem else [], everyone)
     owner = Owner(folder, everyone, run, file)

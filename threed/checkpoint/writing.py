@@ -36,6 +36,7 @@ from threed.checkpoint.files import DTYPES, CheckpointError, begin, plain, strea
 from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, check_structure, digest, file_of
 from threed.checkpoint.sections import Held, Section, held
 from threed.config import Config
+from threed.disk import why
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import Extent, read, states
@@ -90,7 +91,9 @@ def prepare(
 def _begin(path: Path, needed: int) -> tuple[str | None, str]:
     try:
         begin(path, MANIFEST, "checkpoint", needed)
-    except (OSError, CheckpointError) as error:
+    except OSError as error:
+        return f"could not begin {path}: {why(error, path.parent, needed)}", ""
+    except CheckpointError as error:
         return str(error), ""
     return None, secrets.token_hex(8)
 
@@ -122,11 +125,17 @@ class Saving:
     problem: str | None = None
     limit: float | None = None  # bytes that this rank writes in a second, at most
     given_up: threading.Event = field(default_factory=threading.Event)  # set: do not wait for others any more
+    known: list[str] = field(default_factory=list)  # what is known otherwise of ranks that could not write
 
     @property
     def records(self) -> list[Extent]:
         """What this rank writes of the optimizer's state, in order."""
         return [extent for h in self.mine for extent in h.extents()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors in this rank's file."""
+        return sum(h.nbytes for h in self.mine) + sum(tensor.nbytes for tensor in self.beside.values())
 
     @property
     def building(self) -> Path:
@@ -147,7 +156,8 @@ class Saving:
         try:
             self._leave(self._entry(values))
         except OSError as error:
-            self._fail(f"rank {rank} could not write {self.file}: {error}")
+            self._remove()
+            self._fail(f"rank {rank} could not write {self.file}: {why(error, self.path.parent, self.nbytes)}")
         except CheckpointError as error:
             self._fail(f"rank {rank}: {error}")
         except BaseException as error:
@@ -183,10 +193,14 @@ class Saving:
 
     def _fail(self, problem: str) -> None:
         self.problem = problem
-        with suppress(OSError):
-            self.file.unlink(missing_ok=True)  # a full disk then has room for the few bytes that say so
+        self._remove()
         with suppress(OSError):
             self._leave({"error": problem})
+
+    def _remove(self) -> None:
+        """Removes what was written here: a full disk then has room for the few bytes that say so."""
+        with suppress(OSError):
+            self.file.unlink(missing_ok=True)
 
     def _leave(self, entry: Mapping[str, Any]) -> None:
         """Leaves this rank's entry for the first rank: by a rename, so that it is never seen in part."""
@@ -204,19 +218,21 @@ class Saving:
         if self.everyone.index == 0:
             try:
                 finish(self.building, self.path, self.head, self._entries(time.monotonic() + patience))
-            except (
-                OSError,
-                TypeError,
-                ValueError,
-                RecursionError,
-                CheckpointError,
-            ) as error:  # of the caller's `extra`
-                self.problem = (
-                    str(error) if isinstance(error, CheckpointError) else f"could not finish {self.path}: {error}"
-                )
+            except CheckpointError as error:
+                self.problem = str(error)
+            except OSError as error:
+                self.problem = f"could not finish {self.path}: {why(error, self.path.parent)}"
+            except (TypeError, ValueError, RecursionError) as error:  # of the caller's `extra`
+                self.problem = f"could not finish {self.path}: {error}"
         if self.everyone.index == 0 and self.problem is not None:
             shutil.rmtree(self.building, ignore_errors=True)
         return self.problem
+
+    def give_up(self, problems: Sequence[str]) -> None:
+        """Has the first rank wait for no part any more if some rank had a problem."""
+        if problems:
+            self.known = list(problems)
+            self.given_up.set()
 
     def _entries(self, end: float) -> list[dict[str, Any]]:
         """Returns the entries of all ranks; CheckpointError with what they could not do, or if one does not come."""
@@ -228,7 +244,8 @@ class Saving:
             file = self._entry_file(rank)
             while not file.exists():
                 if time.monotonic() > end or self.given_up.is_set():
-                    raise CheckpointError(f"rank {rank} has not written its part of {self.path} in time")
+                    late = f"rank {rank} has not written its part of {self.path} in time"
+                    raise CheckpointError("; ".join(dict.fromkeys(self.known)) or late)
                 time.sleep(POLL_S)
             found.append(json.loads(file.read_text()))
             file.unlink()

@@ -17,7 +17,6 @@ import json
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 
 from threed.atomic import cache_folder as cache_folder
 from threed.atomic import sync
+from threed.disk import FULL, in_units
 
 ABANDONED_S = 86400.0
 
@@ -46,16 +46,15 @@ def build_once(folder: Path, name: str, build: Callable[[Path], dict[str, Any]])
         entry = _read(folder / name)
         if entry is not None:
             return entry
-        _remove_abandoned(folder, name)
         scratch = _scratch(folder, name)
+        _remove_abandoned(scratch, name)
         try:
             _fill(scratch, build)
             return _publish(scratch, folder / name)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in FULL:
                 raise
-            free = shutil.disk_usage(folder).free / 2**30
-            advice = f"{free:.1f} GiB free; make room or point THREED_CACHE at another disk"
+            advice = f"{in_units(shutil.disk_usage(folder).free)} free; make room or point THREED_CACHE at another disk"
             raise OSError(error.errno, f"No disk space for the token cache: {advice}", str(folder)) from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -121,9 +120,11 @@ def _publish(scratch: Path, folder: Path) -> Entry:
     raise OSError(errno.EIO, "The cache entry cannot be written or read back; remove it and start again", str(folder))
 
 
-def _remove_abandoned(folder: Path, name: str) -> None:
-    """Removes scratch folders that killed builders of this entry left more than a day ago."""
-    for path in folder.glob(f"{name}.building-*"):
+def _remove_abandoned(scratch: Path, name: str) -> None:
+    """Removes scratch folders that killed builders of this entry left more than a day before this new one was made, by
+    the file system's clock: that of another machine may be days off."""
+    now = scratch.stat().st_mtime
+    for path in scratch.parent.glob(f"{name}.building-*"):
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > ABANDONED_S:
+            if now - path.stat().st_mtime > ABANDONED_S:
                 shutil.rmtree(path)

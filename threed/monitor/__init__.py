@@ -8,22 +8,27 @@
 On other ranks the same calls do nothing. The package also has, for every rank: `Heartbeat` (who hangs), `Throughput`
 (perf/ metrics), `process` (die with the launcher, peak memory) and, for rank 0, `figures` (loss.svg, memory.svg).
 Values are plain Python numbers: nothing here imports torch, the engine or the model. A failure to write or to send is
-reported once and never stops a run.
+reported once and never stops a run; rows that a full disk does not take are kept, and written when it does.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from threed.disk import why
 from threed.monitor.heartbeat import Heartbeat
 from threed.monitor.meter import Throughput
-from threed.monitor.metrics import MetricsFile
+from threed.monitor.metrics import MetricsFile, encode
 from threed.monitor.progress import Progress
 from threed.monitor.wandb_log import WandbRun
 
 __all__ = ["Heartbeat", "MetricsFile", "Monitor", "Progress", "Throughput", "WandbRun"]
+
+MOST_KEPT = 100_000  # rows that wait for a disk
 
 
 class Monitor:
@@ -50,6 +55,7 @@ class Monitor:
     ) -> None:
         self._dir = Path(run_dir)
         self._write_failed = False
+        self._unwritten: deque[dict[str, Any]] = deque(maxlen=MOST_KEPT)
         self._file = MetricsFile(self._dir / "metrics.jsonl") if main else None
         if self._file is not None and drop_later:
             self._file.truncate_after(start_step)
@@ -80,19 +86,45 @@ class Monitor:
     def close(self, failed: bool = False) -> None:
         """Uploads figures, if drawn by now, end the wandb run, close the file and the bar; closing twice is allowed."""
         self._wandb.close(figures=self._dir / "figures", failed=failed)
-        self._progress.close()
         if self._file is not None:
+            self._write()
+            if self._unwritten:
+                self.note(f"metrics: the last {len(self._unwritten)} rows could not be written to {self._file.path}")
+                self._unwritten.clear()
             self._file.close()
+        self._progress.close()
 
     def _append(self, row: Mapping[str, Any]) -> None:
-        if self._file is None:
+        if self._file is not None:
+            encode(row)  # TypeError for what JSON cannot hold, which must not wait with the others
+            self._unwritten.append(dict(row))
+            self._write()
+
+    def sync(self) -> None:
+        """Has the rows on the disk before a checkpoint is, in any thread: a run that resumes from one has those before
+        it. A disk that fails will fail the checkpoint."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.sync()
+
+    def _write(self) -> None:
+        """Writes the rows that wait, the newest among them; says it when that begins to fail, and when it works
+        again."""
+        if self._file is None or not self._unwritten:
             return
+        count = len(self._unwritten)
         try:
-            self._file.append(row)
+            self._file.append(*self._unwritten)
         except OSError as error:
             if not self._write_failed:
-                self.note(f"metrics: {self._file.path} cannot be written ({error.strerror}); training goes on.")
+                text = why(error, self._dir)
+                self.note(f"metrics: {self._file.path} cannot be written: {text}; rows are kept, and training goes on")
             self._write_failed = True
+            return
+        self._unwritten.clear()
+        if self._write_failed:
+            self.note(f"metrics: {self._file.path} is written again, with the {count} rows that were kept")
+        self._write_failed = False
 
     def __enter__(self) -> Monitor:
         return self

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from threed.monitor import heartbeat
-from threed.monitor.heartbeat import process_state, siblings, when, who
+from threed.monitor.heartbeat import ago, process_state, siblings, when, who
 
 # What gloo, NCCL and the store say when another process went away; all else is an error of this rank's own.
 _LOST = (
@@ -49,8 +49,7 @@ def named(folder: str | Path, rank: int, world_size: int) -> list[str]:
 
 def describe(beat: dict[str, object]) -> str:
     """Returns the line of a rank whose process has ended."""
-    ago = time.time() - float(str(beat["time"]))
-    return f"{who(beat)} was killed: process {beat['pid']} has ended in {when(beat)}, begun {ago:.1f} s ago"
+    return f"{who(beat)} was killed: process {beat['pid']} has ended in {when(beat)}, {ago(beat)}"
 
 
 def a_sibling_failed(folder: str | Path, rank: int, world_size: int) -> bool:
@@ -64,8 +63,8 @@ def a_sibling_failed(folder: str | Path, rank: int, world_size: int) -> bool:
 def wait_for_names(folder: str | Path, rank: int, world_size: int, patience: float = PATIENCE_S) -> list[str]:
     """Returns `named`, or nothing once another rank is seen to have spoken for itself, or after a while.
 
-    Rank 0 adds, where nobody on its own machine is to blame and no rank says that it failed, which one was heard of
-    last longest ago: of a machine that is gone nobody else can tell.
+    Rank 0 adds, where nobody on its own machine is to blame and no rank says that it failed, which ones said nothing
+    since the earliest step: of a machine that is gone nobody else can tell.
     """
     end = time.monotonic() + patience
     while not (found := named(folder, rank, world_size)) and time.monotonic() < end:
@@ -88,9 +87,18 @@ def _nobody(folder: str | Path, rank: int, world_size: int) -> list[str]:
         return [describe(beat) for beat in here]
     if any(beat["state"] == "failed" or process_state(beat) == "ended" for beat in beats) or not silent:
         return []
-    last = min(silent, key=lambda beat: (beat["step"], beat["time"]))
+    first = min(beat["step"] for beat in silent)  # not by their times: clocks of machines may be hours apart
+    last = [f"{who(beat)} in {when(beat)}" for beat in silent if beat["step"] == first]
+    more = f"; and {len(last) - 3} more ranks" if len(last) > 3 else ""
     why = "a connection was lost and no rank is known to have failed: a machine or the network?"
-    return [f"{why} Longest not heard of: {who(last)} in {when(last)}"]
+    return [f"{why} Longest not heard of: {'; '.join(last[:3])}{more}"]
+
+
+def attempt() -> str:
+    """Returns which of torchrun's attempts this is, where it may restart a job; else nothing."""
+    number, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    last = ": torchrun restarts it no more" if number >= most else ""
+    return f"; attempt {number + 1} of {most + 1}{last}" if most else ""
 
 
 def write_error_file(text: str) -> None:

@@ -55,9 +55,16 @@ class Heartbeat:
 
     def mark(self, state: str, note: str = "") -> None:
         """Adds to the last beat what became of the rank: "hung", "failed", "lost" another, "ended"; "" is running."""
-        step, phase, _ = self.last
+        step, phase, clock = self.last
         about = {"pid": os.getpid(), "host": platform.node()[:64], "place": self._place, "state": state, "note": ""}
-        record = {"rank": self.rank, "step": step, "phase": phase, "time": self._time, **about}
+        record = {
+            "rank": self.rank,
+            "step": step,
+            "phase": phase,
+            "time": self._time,
+            "clock": round(clock, 3),
+            **about,
+        }
         line = _sealed(record)
         if note:
             plain = "".join(c if c.isascii() and c.isprintable() and c not in '"\\' else " " for c in note)
@@ -75,7 +82,8 @@ class Heartbeat:
 def read(folder: str | Path, rank: int) -> dict[str, Any] | None:
     """Returns the last beat of a rank; None if there is none.
 
-    It has rank, step, phase, time (seconds since 1970), pid, host, place, state and note.
+    It has rank, step, phase, time (seconds since 1970, by the clock of its machine), clock (seconds of that one's
+    monotonic clock), pid, host, place, state and note.
     """
     return _read(_file(folder, rank))
 
@@ -119,6 +127,14 @@ def who(beat: dict[str, Any]) -> str:
 def when(beat: dict[str, Any]) -> str:
     """Returns how far a rank came."""
     return f"step {beat['step']}, phase {beat['phase']}"
+
+
+def ago(beat: dict[str, Any]) -> str:
+    """Returns when a rank began what it was last seen in: how long ago, on this machine; of another one only what its
+    clock said, for that may be hours off."""
+    if beat.get("host") == platform.node()[:64] and "clock" in beat:
+        return f"begun {time.monotonic() - beat['clock']:.1f} s ago"
+    return f"begun at {time.strftime('%H:%M:%S', time.localtime(beat['time']))} by its clock"
 
 
 def _file(folder: str | Path, rank: int) -> Path:

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from threed.atomic import building
+from threed.atomic import building, sync
 from threed.parse import parse_json
 
 NON_FINITE = "non_finite"
@@ -76,9 +76,9 @@ class MetricsFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = _open_mended(self.path)
 
-    def append(self, row: Mapping[str, object]) -> None:
-        """Adds one row; raises OSError (such as a full disk) after taking back what was written of it."""
-        rest = memoryview(encode(row).encode() + b"\n")
+    def append(self, *rows: Mapping[str, object]) -> None:
+        """Adds rows; raises OSError (such as a full disk) after taking back what was written of them."""
+        rest = memoryview("".join(encode(row) + "\n" for row in rows).encode())
         end = os.fstat(self._fd).st_size
         try:
             while rest:
@@ -86,6 +86,11 @@ class MetricsFile:
         except OSError:
             os.ftruncate(self._fd, end)
             raise
+
+    def sync(self) -> None:
+        """Has the rows on the disk, whatever happens to the machine. OSError where it cannot."""
+        os.fsync(self._fd)
+        sync(self.path.parent)
 
     def truncate_after(self, step: int) -> int:
         """Drops the rows of later steps, and lines that cannot be read; atomic; returns how many lines went."""

@@ -44,17 +44,25 @@ def die_with_parent(parent: int | None = None) -> bool:
     return True
 
 
+def since_launch() -> float:
+    """Returns how many seconds ago torchrun started this job, else this process: a restart by torchrun is not a new
+    launch. Off Linux it is since this was first asked. The clock is one that nobody sets: it counts from boot."""
+    return _uptime() - _launched()
+
+
 @functools.cache
-def launched() -> float:
-    """Returns when torchrun started this job, else this process, in seconds since 1970: a restart by torchrun is not a
-    new launch. Off Linux it is when this was first asked."""
+def _launched() -> float:
+    """Returns when that was, in seconds since boot."""
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-        return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, StopIteration, ValueError):
-        return time.time()
+        return ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return _uptime()
+
+
+def _uptime() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 def peak_rss_bytes() -> int:

@@ -33,7 +33,7 @@ from typing import Any
 
 from threed.monitor import heartbeat
 from threed.monitor.failure import write_error_file
-from threed.monitor.heartbeat import Heartbeat, process_state, siblings, when, who
+from threed.monitor.heartbeat import Heartbeat, ago, process_state, siblings, when, who
 
 HUNG = 124  # the exit code of all ranks
 LOOK_S, ANSWER_S = 2.0, 3.0  # how often a rank that moves slowly looks for the file, and how long one waits for answers
@@ -161,8 +161,7 @@ def judge(beats: Sequence[dict[str, Any]], world_size: int) -> str:
 def _silence(beat: dict[str, Any]) -> str:
     state = process_state(beat)
     what = {"stopped": "is stopped (SIGSTOP, or a debugger)", "ended": "has ended"}.get(state, "does not answer")
-    ago = time.time() - beat["time"]
-    return f"{what}: process {beat['pid']}, last seen in {when(beat)}, begun {ago:.1f} s ago"
+    return f"{what}: process {beat['pid']}, last seen in {when(beat)}, {ago(beat)}"
 
 
 def _list(beats: Sequence[dict[str, Any]], texts: Sequence[str], most: int = 3) -> str:
