@@ -115,7 +115,7 @@ class Engine:
         agreement.check_buckets(self.layout, topology)
         if self.wrapped is not None:
             self.wrapped.agree(topology.axis("dp"), topology.device)
-        records.fill(self.optimizer, self._initial_value, (records.WEIGHT,))
+        records.initialise(self.optimizer, self._initial_value, again=self.wrapped is None)  # a module has them once
         self.hooks = self._hook_up(mine)
         for layer in mine if blueprint.plan.splits else ():
             use_sinks(layer)

@@ -128,18 +128,11 @@ class TensorFile:
         starts = range(0, len(rest), BLOCK)
         try:
             if len(starts) > 1:
-                list(threads().map(lambda start: self._fill(rest[start : start + BLOCK], at + start), starts))
+                list(threads().map(lambda start: fill(self._handle, rest[start : start + BLOCK], at + start), starts))
             else:
-                self._fill(rest, at)
+                fill(self._handle, rest, at)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {plain(error)}") from None
-
-    def _fill(self, rest: memoryview, at: int) -> None:
-        while len(rest):
-            read = os.preadv(self._handle, [rest], at)
-            if not read:
-                raise OSError("it ends too early")
-            at, rest = at + read, rest[read:]
 
     def tensor(self, name: str) -> Tensor:
         """Returns a whole tensor."""
@@ -162,6 +155,15 @@ class TensorFile:
 
     def __del__(self) -> None:
         self.close()
+
+
+def fill(handle: int, out: memoryview, at: int) -> None:
+    """Reads bytes of an open file, from `at` on; OSError where it ends before `out` is full."""
+    while len(out):
+        read = os.preadv(handle, [out], at)
+        if not read:
+            raise OSError("it ends too early")
+        at, out = at + read, out[read:]
 
 
 def _understood(header: Any, begin: int, size: int) -> tuple[dict[str, str], dict[str, tuple[str, list[int], int]]]:

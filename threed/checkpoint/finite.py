@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from threed.checkpoint.files import CheckpointError
@@ -20,6 +22,7 @@ from threed.sharding import Box, Piece
 from threed.zero.records import Extent
 
 Write = Callable[[str, Piece, Box, Tensor], None]
+_EXPONENTS = {torch.bfloat16: np.uint16(0x7F80), torch.float16: np.uint16(0x7C00)}  # all of its bits: infinite, or NaN
 
 
 class NotFiniteError(CheckpointError):
@@ -31,6 +34,14 @@ def is_finite(values: Tensor) -> bool:
     if not values.numel() or not values.is_floating_point():
         return True
     return bool(torch.isfinite(torch.stack(values.detach().aminmax())).all())  # both pass NaN on
+
+
+def are_finite(data: NDArray[np.uint8], dtype: torch.dtype) -> bool:
+    """Whether all values of some bytes are finite. For threads of this package: it starts none."""
+    if (exponent := _EXPONENTS.get(dtype)) is not None:
+        bits = data.view(np.uint16)
+        return not bool(((bits & exponent) == exponent).any())
+    return bool(np.isfinite(data.view(np.float64 if dtype == torch.float64 else np.float32)).all())
 
 
 def names(extents: Iterable[Extent]) -> list[str]:
@@ -51,13 +62,20 @@ def checked(stream: Iterable[Tensor], names: Sequence[str]) -> Iterator[Tensor]:
 
 
 class Watch:
-    """Writes values, and notes which tensors are not finite. names: of those that must be."""
+    """Writes values, and notes the first tensor that is not finite, or cannot be read; then it writes nothing more, but
+    lets the others write, who would wait for this rank. names: of those that must be finite."""
 
     def __init__(self, write: Write, names: Iterable[str]) -> None:
         self.write, self.names = write, frozenset(names)
         self.problems: list[str] = []
 
     def __call__(self, part: str, piece: Piece, box: Box, out: Tensor) -> None:
-        self.write(part, piece, box, out)
-        if not self.problems and piece.name in self.names and not is_finite(out):
+        if self.problems:
+            return
+        try:
+            self.write(part, piece, box, out)
+        except CheckpointError as error:
+            self.problems.append(str(error))
+            return
+        if piece.name in self.names and not is_finite(out):
             self.problems.append(f"{part} of {piece.name} has values that are not finite (NaN or infinite)")

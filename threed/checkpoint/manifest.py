@@ -17,7 +17,8 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -243,34 +244,58 @@ def _text(file: Path) -> str:
         os.close(handle)
 
 
+Look = Callable[[str, int, memoryview], None]  # file, first byte in it, bytes
+
+
 def verify(
-    path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1, thorough: bool = False
+    path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1, thorough: bool = False,
+    look: Look | None = None, direct: bool = False,
 ) -> list[str]:  # fmt: skip
     """Returns a line for each file that is missing or damaged; checks every `of`-th file, from `index` on.
 
-    thorough: by their sha256 also where there is a sum, which is enough to find damage.
+    thorough: by their sha256 also where there is a sum, which is enough to find damage. look: called by threads with
+    all bytes of files of version 3, before it is known whether these are right. direct: these go past the page cache.
     """
-    problems = (_file_problem(path, entry, thorough) for entry in manifest["files"][index::of])
+    problems = (_file_problem(path, entry, thorough, look, direct) for entry in manifest["files"][index::of])
     return [problem for problem in problems if problem]
 
 
-def _is_intact(file: Path, entry: Mapping[str, Any], thorough: bool) -> bool:
+def missing(path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1) -> list[str]:
+    """Returns a line for each file that is missing or has another length; looks at as many as `verify`."""
+    problems = (_outside_problem(path, entry) for entry in manifest["files"][index::of])
+    return [problem for problem in problems if problem]
+
+
+def _is_intact(file: Path, entry: Mapping[str, Any], thorough: bool, look: Look | None, direct: bool) -> bool:
     if "tree" not in entry:
         return sha256(file) == entry["sha256"]
-    found = None if thorough or entry["sum"] is None else checksum(file)
-    return tree_hash(file) == entry["tree"] if found is None else found == entry["sum"]
+    pieces = None if look is None else partial(look, entry["file"])
+    found = None if thorough or entry["sum"] is None else checksum(file, pieces, direct)
+    return tree_hash(file, pieces, direct) == entry["tree"] if found is None else found == entry["sum"]
 
 
-def _file_problem(path: Path, entry: Mapping[str, Any], thorough: bool) -> str | None:
+def _outside_problem(path: Path, entry: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with a file without opening it."""
     file = path / entry["file"]
     try:
         about = file.lstat() if Path(entry["file"]).name == entry["file"] else None
-        if about is None or not stat.S_ISREG(about.st_mode):
-            return f"{file} is missing, or not a plain file of its folder"
-        if about.st_size != entry["size"]:
-            return f"{file} has {about.st_size} bytes, not {entry['size']}: it is damaged"
-        return None if _is_intact(file, entry, thorough) else f"{file} is damaged: its hash differs from the manifest's"
-    except FileNotFoundError:
-        return f"{file} is missing, or not a plain file of its folder"
+    except (FileNotFoundError, NotADirectoryError):
+        about = None
     except (OSError, ValueError) as error:  # ValueError: of a null character in the name
         return f"{file} cannot be read: {error}"
+    if about is None or not stat.S_ISREG(about.st_mode):
+        return f"{file} is missing, or not a plain file of its folder"
+    if about.st_size != entry["size"]:
+        return f"{file} has {about.st_size} bytes, not {entry['size']}: it is damaged"
+    return None
+
+
+def _file_problem(path: Path, entry: Mapping[str, Any], thorough: bool, look: Look | None, direct: bool) -> str | None:
+    file = path / entry["file"]
+    try:
+        intact = (problem := _outside_problem(path, entry)) is None and _is_intact(file, entry, thorough, look, direct)
+    except FileNotFoundError:
+        return f"{file} is missing, or not a plain file of its folder"
+    except OSError as error:
+        return f"{file} cannot be read: {error}"
+    return problem or (None if intact else f"{file} is damaged: its hash differs from the manifest's")

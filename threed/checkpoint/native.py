@@ -11,8 +11,9 @@ the manifest is written last, and the folder renamed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,17 @@ from threed.checkpoint import finite, fit
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import MANIFEST as MANIFEST
-from threed.checkpoint.manifest import parts_of
+from threed.checkpoint.manifest import missing, parts_of
 from threed.checkpoint.manifest import read_manifest as read_manifest
 from threed.checkpoint.manifest import verify as verify
+from threed.checkpoint.placing import Placing
 from threed.checkpoint.reading import Reader
 from threed.config import Config, ModelConfig
 from threed.resolution import resolve_model
 from threed.sharding import Box, Piece, slices
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import PREVIOUS, WEIGHT, Record, fill_in_place, read, records
+from threed.zero.records import PREVIOUS, WEIGHT, begin_anew, fill_in_place, read, records, records_of, states
 
 # ---------------------------------------------------------------------------------------------------------- reading
 
@@ -42,10 +44,12 @@ from threed.zero.records import PREVIOUS, WEIGHT, Record, fill_in_place, read, r
 def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras) -> dict[str, Any]:
     """Fills the optimizer and the buffers from a checkpoint of any topology; returns its counters. Collective.
 
-    Every rank hashes a share of the files; CheckpointError on all of them when one is damaged or another model's.
+    Every rank hashes a share of the files; CheckpointError on all of them when one is damaged or another model's. Then
+    everything is as it was: files are hashed before anything is overwritten, or, where only initial values are, while
+    they are read (`placing`), and what they overwrote is initialised again.
     """
     everyone = topology.axis("world")
-    checked, problems = _checked(path, optimizer, config, extras, everyone)
+    checked, problems = _checked(path, optimizer, config, everyone)
     _refuse(problems, everyone)
     assert checked is not None
     manifest, reader = checked
@@ -55,24 +59,18 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     _refuse([f"{path} is another model's: {other}: {fix}"] if other else [], everyone)
     kept = {name: parts - {PREVIOUS} for name, parts in reader.parts.items()}
     fresh = {name for name in here.trained if kept[name] == {WEIGHT}} if optimizer.rule.state_names else set()
-    wanted = (r for r in records(optimizer) if r.part in (WEIGHT, PREVIOUS) or r.piece.name not in fresh)
-    _refuse(_unreadable(path, reader, wanted, extras), everyone)  # before anything is overwritten
+    same = manifest["topology"] == topology.sizes
 
-    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
-        if part not in (WEIGHT, PREVIOUS) and piece.name in fresh:
-            out.zero_()
-        else:
-            reader.into(reader.stands_for(part, piece.name), piece.name, box.start, box.size, out)
+    placing = Placing(reader, here.trained, lambda part, name: part not in (WEIGHT, PREVIOUS) and name in fresh)
+    unreadable = _attempt(path, lambda: _planned(path, placing, optimizer, extras, everyone.index if same else None))
+    if any(collectives.exchange(bool(unreadable), everyone)):
+        _refuse(_attempt(path, lambda: verify(path, manifest, everyone.index, everyone.size)), everyone)  # says more
+        _refuse(unreadable, everyone)
+    _overwrite(path, manifest, placing, optimizer, everyone)
 
-    watch = finite.Watch(write, here.trained)
-    fill_in_place(optimizer, watch)
-    optimizer.tear()  # until all ranks have found nothing
-    _refuse([f"{path}: {problem}, so training cannot go on from it" for problem in watch.problems], everyone)
-    optimizer.mend()
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
     _tell(topology.rank, reader, here, fresh if state["updates"] else set())  # moments of a start are zero
-    same = manifest["topology"] == topology.sizes
     seed = f"{config.train.seed}/{state['steps']}"
     extras.restore_generators(reader.generators(topology.rank) if same else {}, same, seed)
     optimizer.updates.fill_(state["updates"])
@@ -82,39 +80,92 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     return state
 
 
-def _unreadable(path: Path, reader: Reader, wanted: Iterable[Record], extras: Extras) -> list[str]:
-    """Returns why some of the boxes that this rank wants, or its buffers, cannot be read; the first reason."""
-    try:
-        for r in wanted:
-            reader.check(reader.stands_for(r.part, r.piece.name), r.piece.name, r.box.start, r.box.size)
-        reader.check_buffers(extras.buffers.persistent())
-    except CheckpointError as error:
-        return [str(error) if str(path) in str(error) else f"{path}: {error}"]
-    return []
-
-
 def _checked(
-    path: Path, optimizer: Optimizer, config: Config, extras: Extras, everyone: Axis
+    path: Path, optimizer: Optimizer, config: Config, everyone: Axis
 ) -> tuple[tuple[dict[str, Any], Reader] | None, list[str]]:
     """Returns manifest and reader of a checkpoint, or what is wrong with it, as this rank sees it.
 
-    Any error counts, so that every rank refuses the checkpoint, and the next older one is tried.
+    Of version 3 its files are there; those of others, whose reader opens them all, are hashed too.
     """
-    try:
+    found: list[tuple[dict[str, Any], Reader]] = []
+
+    def check() -> list[str]:
         manifest = read_manifest(path)
         parts = optimizer.rule.state_names
         problems = model_differences(manifest, config) or optimizer_differences(manifest, config, parts)
-        problems = problems or verify(path, manifest, everyone.index, everyone.size)
-        if problems:
-            return None, problems
-        reader = Reader(path, manifest)
-        same = manifest["topology"] == extras.topology.sizes
-        problems = extras.problems(reader.buffers, reader.generators(everyone.index) if same else {})
-        return (manifest, reader), [f"{path}: {problem}" for problem in problems]
+        look_at = missing if manifest["version"] == 3 else verify
+        problems = problems or look_at(path, manifest, everyone.index, everyone.size)
+        if not problems:
+            found.append((manifest, Reader(path, manifest)))
+        return problems
+
+    problems = _attempt(path, check)
+    return (None if problems else found[0]), problems
+
+
+def _attempt(path: Path, look: Callable[[], list[str]]) -> list[str]:
+    """Returns the problems that are found. Any error counts, so that every rank refuses the checkpoint, and the next
+    older one is tried."""
+    try:
+        return look()
     except CheckpointError as error:
-        return None, [str(error)]
+        return [str(error)]
     except Exception as error:
-        return None, [f"{path} cannot be read: {type(error).__name__}: {plain(error)}"]
+        return [f"{path} cannot be read: {type(error).__name__}: {plain(error)}"]
+
+
+def _planned(path: Path, placing: Placing, optimizer: Optimizer, extras: Extras, mine: int | None) -> list[str]:
+    """Plans what is to be read. Returns why some of it, buffers, or the generators of rank `mine`, cannot be."""
+    reader = placing.reader
+    try:
+        for state in states(optimizer):
+            placing.add(state, list(records_of(state)))
+        reader.check_buffers(extras.buffers.persistent())
+        problems = extras.problems(reader.buffers, {} if mine is None else reader.generators(mine))
+    except CheckpointError as error:
+        return [str(error) if str(path) in str(error) else f"{path}: {error}"]
+    return [f"{path}: {problem}" for problem in problems]
+
+
+def _overwrite(path: Path, manifest: dict[str, Any], placing: Placing, optimizer: Optimizer, everyone: Axis) -> None:
+    """Hashes this rank's share of the files, and sets all states. CheckpointError on every rank: then all is as it was,
+    or, where values are not finite or not to be read, marked as torn."""
+    reader, initial = placing.reader, optimizer.initial
+    check = partial(verify, path, manifest, everyone.index, everyone.size)
+    known = manifest["version"] < 3
+    alone = placing.needs_only([entry["file"] for entry in manifest["files"][everyone.index :: everyone.size]])
+    found = collectives.exchange([optimizer.torn or initial is not None, alone], everyone)
+    nobody_would_miss_it, nobody_reads_them_again = (all(flags) for flags in zip(*found, strict=True))
+    if not (known or nobody_would_miss_it):
+        _refuse(_attempt(path, check), everyone)  # before anything is overwritten
+        known = True
+
+    def set_first() -> None:
+        placing.begin()
+        once = partial(check, look=placing.look, direct=nobody_reads_them_again)
+        problems = [] if known else _attempt(path, once)
+        _refuse(problems or _unusable(path, _attempt(path, placing.finish)), everyone)
+
+    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
+        if placing.is_fresh(part, piece.name):
+            out.zero_()
+        else:
+            reader.into(reader.stands_for(part, piece.name), piece.name, box.start, box.size, out)
+
+    watch = finite.Watch(write, placing.trained)
+    try:
+        fill_in_place(optimizer, watch, set_first=set_first, those=placing.states)
+        optimizer.tear()  # until all ranks have found nothing
+        _refuse(_unusable(path, watch.problems), everyone)
+    except CheckpointError:  # on every rank
+        if initial is not None:
+            begin_anew(optimizer, initial)
+        raise
+    optimizer.mend()
+
+
+def _unusable(path: Path, problems: Sequence[str]) -> list[str]:
+    return [f"{path}: {problem}, so training cannot go on from it" for problem in problems]
 
 
 def _differences(reader: Reader, here: fit.Expected, old: bool) -> list[str]:

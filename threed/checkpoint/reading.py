@@ -44,6 +44,15 @@ class Range(NamedTuple):
     numel: int
 
 
+class Place(NamedTuple):
+    """Elements [first, first + numel) of a box, and where they are: in a file, from byte `at` on."""
+
+    file: str
+    at: int
+    first: int
+    numel: int
+
+
 @dataclass(frozen=True)
 class Stored:
     """A box of a tensor as it was saved. ranges(part, first, last): where elements of it are, in row-major order."""
@@ -198,6 +207,25 @@ class Reader:
             for _ in stored.ranges(part, _flat(inside, stored.size), _flat(end, stored.size) + 1):
                 pass
 
+    def places(self, part: str, name: str, start: Sequence[int], size: Sequence[int]) -> list[Place] | None:
+        """Returns where a box's elements are; None unless they lie there in the order that they have in the box.
+
+        Raises CheckpointError as `check` does.
+        """
+        if problem := self.gap(part, name, start, size):
+            raise CheckpointError(problem)
+        found, width = list[Place](), self.dtype(part, name).itemsize
+        for stored, (first, extent) in self._meeting(part, name, start, size):
+            inside, here = ([a - o for a, o in zip(first, at, strict=True)] for at in (stored.start, start))
+            n = math.prod(extent)
+            if n != _span(extent, stored.size) or n != _span(extent, size):
+                return None
+            lo, to = _flat(inside, stored.size), _flat(here, size)
+            for file, key, begin, count in stored.ranges(part, lo, lo + n):
+                found.append(Place(file, self._file(file).tensors[key][2] + begin * width, to, count))
+                to += count
+        return found
+
     def dtype(self, part: str, name: str) -> torch.dtype:
         """Returns the dtype that a part of a tensor was saved in."""
         return DTYPES[self._dtypes[part, name]]
@@ -225,7 +253,7 @@ class Reader:
                 target = out[before][first : first + count]
                 at = [a + b for a, b in zip(inside, (*before, first), strict=False)] + inside[along + 1 :]
                 lo = _flat(at, stored.size)
-                n = 1 + sum((m - 1) * s for m, s in zip(target.shape, strides[along:], strict=True))
+                n = _span(target.shape, stored.size[along:])
                 if n == target.numel() and target.is_contiguous() and target.dtype == dtype and target.is_cpu:
                     self._fetch(stored.ranges(part, lo, lo + n), target.view(-1))
                     continue
@@ -280,6 +308,11 @@ def _in_one(file: str, key: str) -> Callable[[str, int, int], Iterator[Range]]:
 
 def _strides(size: Sequence[int]) -> list[int]:
     return [math.prod(size[d + 1 :]) for d in range(len(size))]
+
+
+def _span(extent: Sequence[int], size: Sequence[int]) -> int:
+    """Returns how many elements of a box, in row-major order, lie from the first to the last of a smaller one."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(extent, _strides(size), strict=True))
 
 
 def _flat(at: Sequence[int], size: Sequence[int]) -> int:

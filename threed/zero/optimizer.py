@@ -25,6 +25,7 @@ from threed.device import is_accelerator, synchronize
 from threed.memory.tiers import InMemory, StagedBuffer, start_copy
 from threed.ops.update import Rule, StepScalars
 from threed.precision import LossScale, Scaler
+from threed.sharding import Box, Piece
 from threed.topology import Axis
 from threed.zero.bad_steps import BadSteps
 from threed.zero.early import Early, most_waiting
@@ -75,7 +76,9 @@ class Optimizer:
         self.on_host = not (layout.policy.optimizer_tier is None and layout.policy.params_tier is None)
         self.delayed = ThreadPoolExecutor(1, "delayed-update") if delayed else None
         self._under_way: Future[None] | None = None
-        self._torn = False  # a change of states began and did not end
+        self.torn = False  # a change of states began and did not end
+        # What gives the initial weights, while all states are as they were initialised and it can do so again.
+        self.initial: Callable[[str, Piece, Box], Tensor] | None = None
         self.updates = torch.zeros((), dtype=torch.float64, device=device)  # done so far; a skipped step is none
         self.scaler = Scaler(loss_scale, device)
         self.bad = BadSteps(device, max_spike, loss_scale)
@@ -248,6 +251,7 @@ class Optimizer:
     def held(self, state: State, parts: Iterable[str], write: bool = False) -> Iterator[dict[str, Tensor]]:
         """Yields some parts of a bucket's state to read; with `write` to change: then stores and publishes them."""
         if write:
+            self.initial = None
             self.before_change(state)
         buffers = state.fetch(parts)
         try:
@@ -272,6 +276,8 @@ class Optimizer:
         if self.early is not None:
             self.early.drop()
         self.finish_delayed()
+        if not any(state.kept for state in self.states):
+            return
         with self.changing():
             for state in self.states:
                 store_all(state.kept)
@@ -289,21 +295,21 @@ class Optimizer:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Marks the states as inconsistent while the block changes them; they stay so, until a load, if it raises."""
-        self._torn = True
+        self.torn, self.initial = True, None
         yield
-        self._torn = False
+        self.torn = False
 
     def tear(self) -> None:
         """Marks the states as inconsistent, until a load."""
-        self._torn = True
+        self.torn = True
 
     def mend(self) -> None:
         """Takes that back."""
-        self._torn = False
+        self.torn = False
 
     def check_whole(self) -> None:
         """Raises RuntimeError when a change of the states was interrupted."""
-        if self._torn:
+        if self.torn:
             raise RuntimeError(
                 "an update, or a load, broke off (see the first error): some values are a step older than others, and"
                 " training on, or saving, would mix them; load a checkpoint"

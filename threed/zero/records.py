@@ -6,7 +6,7 @@ box of one part (the weight, or a tensor of the optimizer's rule) lies; `read` y
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
@@ -80,7 +80,7 @@ R = TypeVar("R", Record, Extent)
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
     """Yields every box this rank holds, part by part within each run, in buffer order; by default all parts."""
     for state in states(optimizer):
-        yield from _records_of(state, parts)
+        yield from records_of(state, parts)
 
 
 def states(optimizer: Optimizer) -> list[State]:
@@ -89,7 +89,8 @@ def states(optimizer: Optimizer) -> list[State]:
     return [*optimizer.states, *optimizer.frozen, *earlier]
 
 
-def _records_of(state: State, parts: tuple[str, ...] | None) -> Iterator[Record]:
+def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
+    """Yields every box of a state, part by part within each run; by default of all parts."""
     wanted = [part for part in state.storages if parts is None or part in parts]
     for run in state.bucket.runs():
         for box in boxes(run.piece, run.first, run.last):
@@ -122,10 +123,15 @@ def fill(
 
 
 def fill_in_place(
-    optimizer: Optimizer, write: Callable[[str, Piece, Box, Tensor], None], parts: tuple[str, ...] | None = None
-) -> None:
+    optimizer: Optimizer, write: Callable[[str, Piece, Box, Tensor], None], parts: tuple[str, ...] | None = None,
+    set_first: Callable[[], None] | None = None, those: Collection[State] = (),
+) -> None:  # fmt: skip
     """Calls `write(part, piece, box, out)` for every box this rank holds, to set out [*box.size], and gathers the
-    parameters. Where there are two versions of them and one is set, the other becomes the same."""
+    parameters. Where there are two versions of them and one is set, the other becomes the same.
+
+    set_first: called once memory may change, to set all of `those` states, which `write` is then not asked for.
+    """
+    done = frozenset(those)
     if parts is None:
         optimizer.discard()
     else:
@@ -135,12 +141,32 @@ def fill_in_place(
     with optimizer.changing():
         optimizer.gatherer.settle()  # a gather in flight may still read what is written here
         optimizer.gatherer.release_all()  # what is gathered now would be stale
+        for state in those:
+            optimizer.before_change(state)
+        if set_first is not None:
+            set_first()
         for state in states(optimizer):
             wanted = [part for part in state.storages if parts is None or part in parts]
             with optimizer.held(state, wanted, write=True) as held:
-                for record in _records_of(state, parts):
+                for record in records_of(state, parts) if state not in done else ():
                     write(record.part, record.piece, record.box, record.of(held[record.part]))
         optimizer.gatherer.complete()
         optimizer.gatherer.settle()
         if optimizer.versions is not None:
             optimizer.versions.restore(whole=parts is None)
+
+
+def initialise(optimizer: Optimizer, initial: Callable[[str, Piece, Box], Tensor], again: bool) -> None:
+    """Sets the weights to their initial values, the other states being zero. again: `initial` can give them again."""
+    fill(optimizer, initial, (WEIGHT,))
+    optimizer.initial = initial if again else None
+
+
+def begin_anew(optimizer: Optimizer, initial: Callable[[str, Piece, Box], Tensor]) -> None:
+    """Sets all states, whatever they are, as `initialise` left them."""
+
+    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
+        out.copy_(initial(part, piece, box)) if part in (WEIGHT, PREVIOUS) else out.zero_()
+
+    fill_in_place(optimizer, write)
+    optimizer.initial = initial

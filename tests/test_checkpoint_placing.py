@@ -1,0 +1,195 @@
+"""A load that reads its files once: what it sets, what it finds, and that a refused one leaves an engine as it was."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.checkpoints import distance, state_of, train
+from tests.configs import Case, config_of, engine_of
+from tests.harness import run_ranks
+from tests.test_checkpoint_native import DAMAGES
+from threed import collectives
+from threed.checkpoint import finite
+from threed.checkpoint.files import CheckpointError
+from threed.sharding import Box, Piece
+
+
+def bytes_read() -> int:
+    """What this process has read by system calls so far."""
+    with open("/proc/self/io") as file:
+        return int(file.readline().split()[1])
+
+
+@contextmanager
+def counted(into: list[int]) -> Iterator[None]:
+    before = bytes_read()
+    yield
+    into.append(bytes_read() - before)
+
+
+def loaded_into_new_and_used(folder: Path, case: Case) -> dict[str, float]:
+    """Bytes read for each of the files', by a new engine and by one that has trained; how far both are from the one
+    that was saved."""
+    engine = engine_of(config_of(case))
+    train(engine, 2)
+    engine.save(folder / "step-2")
+    saved, read = state_of(engine), list[int]()
+    nbytes = sum(file.stat().st_size for file in (folder / "step-2").glob("*.safetensors"))
+    new = engine_of(config_of(case))
+    with counted(read):
+        new.load(folder / "step-2")
+    distances = [distance(saved, state_of(new))]
+    train(engine, 1)
+    with counted(read):
+        engine.load(folder / "step-2")
+    distances.append(distance(saved, state_of(engine)))
+    return {"new": read[0] / nbytes, "used": read[1] / nbytes, "distance": max(distances)}
+
+
+ONE = [
+    Case(layers=12, dtype="fp32"),
+    Case(layers=12, dtype="bf16", model="qwen-tied", bucket_mib=0.1),
+    Case(layers=12, dtype="fp16", model="llama", offload_optimizer="cpu"),
+]
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes by /proc")
+@pytest.mark.parametrize("case", ONE, ids=lambda case: case.dtype)
+def test_a_new_engine_reads_each_byte_once_and_a_used_one_twice(case: Case, tmp_path: Path) -> None:
+    ((found),) = run_ranks(1, loaded_into_new_and_used, tmp_path, case)
+    assert found["distance"] == 0.0
+    assert 1.0 <= found["new"] < 1.2  # the manifest, and headers
+    assert 1.8 < found["used"] < 2.2
+
+
+# ------------------------------------------------------------------------------------------------------------- refused
+
+KINDS = ("bit of a value", "bit of a header", "swapped", "cut short", "deleted", "numbers exchanged", "other dtypes")
+
+
+def refused_then_trained(folder: Path, case: Case) -> dict[str, tuple[str, float]]:
+    """What a new engine says to each damage, and how far it is from one that never loaded: at once, and two steps on.
+    Then the good one is loaded, by this engine too."""
+    other = engine_of(config_of(case))
+    train(other, 2)
+    other.save(folder / "good")
+    engine, same = engine_of(config_of(case)), engine_of(config_of(case))
+    before, found = state_of(engine), {}
+    for kind in KINDS:
+        path = folder / kind / "step-2"
+        if engine.topology.rank == 0:
+            DAMAGES[kind][0](shutil.copytree(folder / "good", path))
+        collectives.exchange(None, engine.topology.axis("world"))
+        with pytest.raises(CheckpointError) as refused:
+            engine.load(path)
+        assert engine.optimizer.initial is not None  # so that the next one is read once, too
+        found[kind] = str(refused.value), distance(before, state_of(engine))
+    again = engine_of(config_of(case))
+    with pytest.raises(CheckpointError):
+        again.load(folder / KINDS[0] / "step-2")
+    again.load(folder / "good")
+    found["fallback"] = "", distance(state_of(other), state_of(again))
+    train(engine, 2)
+    train(same, 2)
+    found["training"] = "", distance(state_of(same), state_of(engine))
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 1, 2, model="gpt-untied", dtype="fp32", layers=2, partition="2,2"),
+        Case(1, 4, 1, model="qwen-tied", dtype="bf16", layers=2, zero=3),
+        Case(2, 2, 1, dtype="fp32", layers=4, schedule="2bw", microbatches=4, zero=0),
+    ],
+    ids=["tp pp", "zero 3 in bf16", "two versions"],
+)
+def test_a_refused_checkpoint_leaves_a_new_engine_as_it_was(case: Case, tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(4, refused_then_trained, tmp_path, case)):
+        for kind, (said, far) in found.items():
+            assert far == 0.0, (rank, kind)
+            assert kind not in KINDS or DAMAGES[kind][1] in said, (rank, kind, said)
+
+
+def refused_by_one_of_two(folder: Path) -> list[float]:
+    """Data ranks with copies of all: the first one hashes the only file, the other one reads it beside."""
+    case = Case(1, 2, 1, dtype="fp32", layers=2, zero=0)
+    other = engine_of(config_of(case))
+    train(other, 1)
+    other.save(folder / "good")
+    engine = engine_of(config_of(case))
+    before, world = state_of(engine), engine.topology.axis("world")
+    if world.index == 0:
+        DAMAGES["bit of a value"][0](_renamed(shutil.copytree(folder / "good", folder / "bad")))
+    collectives.exchange(None, world)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        engine.load(folder / "bad")
+    far = [distance(before, state_of(engine))]
+    engine.load(folder / "good")
+    return [*far, distance(state_of(other), state_of(engine))]
+
+
+def _renamed(path: Path) -> Path:
+    """The damage is one of rank 2's file, which is rank 0's here."""
+    (path / "rank-00002.safetensors").symlink_to(path / next(path.glob("rank-0000[01]*")).name)
+    return path
+
+
+def test_copies_that_another_rank_hashes_are_set_back_too(tmp_path: Path) -> None:
+    assert run_ranks(2, refused_by_one_of_two, tmp_path) == [[0.0, 0.0]] * 2
+
+
+def refused_for_a_nan(folder: Path, case: Case) -> float:
+    """A new engine and a checkpoint with a NaN in one rank's file: how far it is from what it was."""
+    other = engine_of(config_of(case))
+    state = other.optimizer.states[-1]
+    with other.optimizer.held(state, ("weight",), write=True) as held:
+        if other.topology.rank == other.topology.world - 1:
+            held["weight"][next(state.bucket.runs()).offset] = torch.nan
+    with mock.patch("threed.checkpoint.finite.is_finite", return_value=True):
+        other.save(folder / "step-0")
+    engine = engine_of(config_of(case))
+    before = state_of(engine)
+    with pytest.raises(CheckpointError, match=r"weight of .* not finite \(NaN or infinite\), so training cannot go on"):
+        engine.load(folder / "step-0")
+    return distance(before, state_of(engine))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64", "bf16"])
+def test_a_nan_is_found_on_the_way_and_leaves_a_new_engine_as_it_was(dtype: str, tmp_path: Path) -> None:
+    assert run_ranks(2, refused_for_a_nan, tmp_path, Case(1, 2, 1, dtype=dtype, layers=1, zero=2)) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_bytes_are_finite_as_their_values_are(dtype: torch.dtype) -> None:
+    fine = torch.tensor([0.0, -0.0, torch.finfo(dtype).max, torch.finfo(dtype).min, torch.finfo(dtype).tiny, 1e-7])
+    data = torch.cat([fine.to(dtype).clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)] * 3)
+    assert finite.are_finite(data.view(torch.uint8).numpy(), dtype)
+    for wrong in (torch.inf, -torch.inf, torch.nan):
+        for at in (0, 7, len(data) - 1):
+            bad = data.clone()
+            bad[at] = wrong
+            assert not finite.are_finite(bad.view(torch.uint8).numpy(), dtype)
+
+
+def test_after_an_error_nothing_more_is_written_and_nothing_is_raised() -> None:
+    """For the other ranks are on their way to a collective."""
+    written = list[str]()
+
+    def write(part: str, piece: Piece, box: Box, out: torch.Tensor) -> None:
+        written.append(piece.name)
+        if piece.name == "b":
+            raise CheckpointError("b cannot be read")
+
+    watch = finite.Watch(write, ())
+    for name in "abc":
+        watch("weight", Piece(name, (1,), 0, (0,), (1,)), Box((0,), (1,), 0), torch.zeros(1))
+    assert written == ["a", "b"]
+    assert watch.problems == ["b cannot be read"]
