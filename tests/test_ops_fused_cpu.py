@@ -1,4 +1,5 @@
-"""GELU, SwiGLU and cross entropy of csrc/cpu/fused.cpp: against fp64, the same bits everywhere, and in the engine."""
+"""csrc/cpu: GELU, SwiGLU and cross entropy against fp64, the same bits everywhere, and in the engine; and products of
+tiles."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tests.configs import Case, config_of, engine_of, share
 from tests.configs import batch as tokens_of
 from tests.harness import run_ranks
 from threed import native
-from threed.ops import cross_entropy, fused_cpu
+from threed.ops import cross_entropy, fused_cpu, matmul
 from threed.topology import alone
 
 pytestmark = pytest.mark.skipif(native.library("cpu") is None, reason="no C++ compiler")
@@ -163,6 +164,49 @@ def test_the_loss_by_it_is_the_loss_without(dtype: torch.dtype, columns: int) ->
 def test_what_it_would_misread_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match=r"got|columns"):
         wrong()  # type: ignore[operator]
+
+
+tiles = pytest.mark.skipif(not fused_cpu.has_tiles(), reason="no AMX")
+
+
+@tiles
+@pytest.mark.parametrize(("m", "n"), [(32, 32), (96, 1056), (1088, 64), (0, 32)])
+@pytest.mark.parametrize("k", [1, 31, 33, 512, 545])
+def test_products_are_added_in_fp32(k: int, m: int, n: int) -> None:
+    """Each of k sums is rounded by 2^-24 at most; a product that is rounded to bf16 misses by far."""
+    dy, x = (numbers(k, size, dtype=torch.bfloat16, seed=size) for size in (m, n))
+    want = dy.double().t() @ x.double()
+    error = dy.double().abs().t() @ x.double().abs() * (k + 1) * 2**-24
+    out = torch.full((m, n), torch.nan)
+    fused_cpu.add_product_(out, dy.t(), x, fresh=True)
+    assert ((out - want).abs() <= error).all()
+    matmul.add_product_(out, dy.t(), x, fresh=False)
+    assert ((out - 2 * want).abs() <= 4 * error).all()
+
+
+@tiles
+def test_bits_of_added_products_do_not_depend_on_threads() -> None:
+    dy, x, found = *(numbers(300, size, dtype=torch.bfloat16) for size in (1056, 1120)), []
+    for threads in (1, 2, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        found.append(torch.ones(1056, 1120))
+        fused_cpu.add_product_(found[-1], dy.t(), x, fresh=False)
+        torch.set_num_threads(before)
+    assert found[0].equal(found[1])
+    assert found[0].equal(found[2])
+
+
+@pytest.mark.parametrize(("m", "n", "strided"), [(33, 32, False), (32, 31, False), (32, 32, True)])
+def test_factors_that_tiles_do_not_take_are_multiplied_by_torch(m: int, n: int, strided: bool) -> None:
+    dy, x = (numbers(64, size, dtype=torch.bfloat16) for size in (m, n))
+    x = x.t().contiguous().t() if strided else x
+    out = torch.ones(m, n)
+    assert not fused_cpu.adds_products(dy.t(), x)
+    matmul.add_product_(out, dy.t(), x, fresh=False)
+    assert out.equal(1.0 + torch.mm(dy.t(), x).float())
+    with pytest.raises(ValueError, match="add_product_ takes"):
+        fused_cpu.add_product_(out, dy.t(), x, fresh=False)
 
 
 def train(case: Case, smallest: int) -> tuple[list[float], list[float]]:

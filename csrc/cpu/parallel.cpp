@@ -1,5 +1,6 @@
 #include "parallel.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -67,7 +68,18 @@ void dismiss_helpers() {
   pthread_mutex_unlock(&mutex);
 }
 
+// torch's threads, where it has OpenMP's: they spin for a while after each of its operations, on the processors that
+// helpers of our own would need. OpenMP does not survive a fork.
+using Team = void (*)(void (*of)(void*), void* context, unsigned threads, unsigned flags);
+bool forked;
+
+Team find_team() {
+  static const Team found = reinterpret_cast<Team>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  return forked ? nullptr : found;
+}
+
 void forget_helpers() {
+  forked = true;
   mutex = PTHREAD_MUTEX_INITIALIZER;
   wake = idle = PTHREAD_COND_INITIALIZER;
   job = nullptr;
@@ -82,6 +94,7 @@ void run_in_parts(int64_t n, int64_t part, int64_t threads, void (*work)(const v
                   const void* context) {
   if (threads < 2 || at_fork) return work(context, 0, n);
   Job mine{n, part, work, context};
+  if (const Team team = find_team()) return team([](void* job) { static_cast<Job*>(job)->work(); }, &mine, threads, 0);
   const bool helped = call_helpers(mine, int(threads) - 1);
   mine.work();
   if (helped) dismiss_helpers();

@@ -1,11 +1,13 @@
-"""GELU, SwiGLU and cross entropy on the CPU, each in one pass over memory: csrc/cpu/fused.cpp.
+"""GELU, SwiGLU and cross entropy on the CPU, each in one pass over memory: csrc/cpu/fused.cpp. On processors with tiles
+(AMX) also products of bf16 that are added to fp32 as they are made (csrc/cpu/products.cpp).
 
-All take contiguous fp32 or bf16 tensors and compute in fp32; the result does not depend on the number of threads.
-`instructions`, of all: "avx512", "avx2" or "portable" in place of the processor's best.
+The first take contiguous fp32 or bf16 tensors and compute in fp32. The result does not depend on the number of threads.
+`instructions`, of these: "avx512", "avx2" or "portable" in place of the processor's best.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from threed import native
 from threed.topology import default_device
 
+SIDE = 32  # of a block of tiles
 FROM = 1 << 15  # numbers: below, torch's own operations cost the host less than a call from Python
 _FORMATS = {torch.float32: 1, torch.bfloat16: 2}
 
@@ -79,6 +82,35 @@ def softmax_gradient_(
     how = _how(x, instructions)[1:]
     _call(x, "threed_softmax_gradient", "iPqqqiPPPis", _at(x), *sizes, *map(_at, given), *how)
     torch.autograd.graph.increment_version((x,))  # it wrote behind autograd's back
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Returns whether this processor multiplies tiles of bf16, and there is a compiled library."""
+    found = native.function("threed_tiles", "i")
+    return found is not None and bool(found())
+
+
+def adds_products(a: Tensor, b: Tensor) -> bool:
+    """Returns whether `add_product_` takes these factors."""
+    fits = a.dtype == b.dtype == torch.bfloat16 and a.dim() == b.dim() == 2 and _on_cpu(a) and _on_cpu(b)
+    fits = fits and a.t().is_contiguous() and b.is_contiguous() and not (len(a) % SIDE or b.shape[1] % SIDE)
+    return fits and len(b) > 0 and not torch.compiler.is_compiling() and has_tiles()
+
+
+def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
+    """out += a b, or out = a b when `fresh`, without rounding to bf16.
+
+    out: fp32 [m n], contiguous. a: bf16 [m k], transposed. b: bf16 [k n]. m and n are multiples of 32.
+    """
+    k, (m, n) = len(b), out.shape
+    if not adds_products(a, b) or out.dtype != torch.float32 or (len(a), b.shape[1]) != (m, n):
+        raise ValueError(f"add_product_ takes fp32 [m n], bf16 [k m] transposed and [k n], {_words(out, a, b)}")
+    if not out.is_contiguous() or a.shape[1] != k:
+        raise ValueError(f"add_product_ takes contiguous [m n], of [m k] and [k n], {_words(out, a, b)}")
+    packed = b.new_empty(-(-k // SIDE) * SIDE * n)
+    places = (_at(a), _at(b), k, m, n, _at(out), int(fresh), _at(packed))
+    _call(a, "threed_add_product", "iPPqqqPiPi", *places, torch.get_num_threads())
 
 
 def _at(x: Tensor | None) -> int | None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threed.ops import launch
+from threed.ops import fused_cpu, launch
 from threed.topology import default_device
 
 
@@ -50,26 +50,22 @@ def input_gradient(rows: Tensor, weight: Tensor) -> Tensor:
     return linear(rows, weight.t()) if _by_onednn(rows, weight) else torch.mm(rows, weight)
 
 
-def widens(a: Tensor, to: torch.dtype) -> bool:
-    """Returns whether the device adds products of a's dtype to a wider sum in one kernel, without rounding them."""
-    return (
-        to == torch.float32
-        and a.dtype in (torch.bfloat16, torch.float16)
-        and launch.on_gpu(a)
-        and hasattr(torch.ops.aten.addmm, "dtype_out")  # torch 2.11
-    )
+def widens(a: Tensor, b: Tensor, to: torch.dtype) -> bool:
+    """Returns whether the device adds products of a and b to a wider sum in one kernel, without rounding them."""
+    if to != torch.float32 or a.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if launch.on_gpu(a):
+        return hasattr(torch.ops.aten.addmm, "dtype_out")  # torch 2.11
+    return fused_cpu.adds_products(a, b)
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
-    """out += a b, or out = a b when `fresh`: out [m n], a [m k], b [k n], of one dtype, or where a GPU `widens` it.
+    """out += a b, or out = a b when `fresh`: out [m n], a [m k], b [k n], of one dtype, or of two where it `widens`.
 
     On the meta device it makes what it would make on the device of this process: oneDNN's product is a tensor apart.
     """
     if a.dtype != out.dtype:
-        if fresh:
-            torch.mm(a, b, out_dtype=out.dtype, out=out)
-        else:
-            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        _add_widened_(out, a, b, fresh)
         return
     if not _by_onednn(a, b, default_device().type if a.is_meta else ""):
         torch.mm(a, b, out=out) if fresh else out.addmm_(a, b)
@@ -78,3 +74,14 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
     turned = a.stride(0) == 1 and len(a) > b.shape[1]
     product = linear(b.t(), a).t() if turned else linear(a, b.t())
     out.copy_(product) if fresh else out.add_(product)
+
+
+def _add_widened_(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
+    if fused_cpu.adds_products(a, b):
+        fused_cpu.add_product_(out, a, b, fresh=fresh)
+    elif not launch.on_gpu(a):  # of a sum of products whose first one was taken
+        out.copy_(torch.mm(a, b)) if fresh else out.add_(torch.mm(a, b))
+    elif fresh:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)

@@ -70,7 +70,7 @@ class _Sink:
     def run(self) -> None:
         """Makes the products that wait."""
         for a, b in self.waiting:
-            if a.dtype == self.target.dtype or matmul.widens(a, self.target.dtype):
+            if a.dtype == self.target.dtype or matmul.widens(a, b, self.target.dtype):
                 matmul.add_product_(self.target, a, b, fresh=False)
             else:
                 self.target.add_(torch.mm(a, b))

@@ -208,7 +208,7 @@ class _Sink:
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Makes the product where it is not made in the buffer."""
-        if a.dtype == self.target.dtype or matmul.widens(a, self.target.dtype):
+        if a.dtype == self.target.dtype or matmul.widens(a, b, self.target.dtype):
             matmul.add_product_(self.target, a, b, fresh=False)
         else:
             torch.mm(a, b)

@@ -68,7 +68,7 @@ class Sink:
         self._check_loss()
         if self._deferred(self.add_product, a, b):
             return None
-        if not self._takes_products(a):
+        if not self._takes_products(a, b):
             return self.add(torch.mm(a, b))
         matmul.add_product_(self._target(), a, b, fresh=not self.received)
         return self.arrived()
@@ -88,7 +88,7 @@ class Sink:
                 return self.add_product(*first)
             pairs = chain((pair for pair in (first, second) if pair is not None), pairs)
         for a, b in pairs:
-            direct = direct or (total is None and self._takes_products(a))
+            direct = direct or (total is None and self._takes_products(a, b))
             if direct:
                 matmul.add_product_(self._target(), a, b, fresh=fresh)
                 fresh = False
@@ -112,10 +112,10 @@ class Sink:
         waiting.append((add, tensors))
         return True
 
-    def _takes_products(self, a: Tensor) -> bool:
+    def _takes_products(self, a: Tensor, b: Tensor) -> bool:
         if self.reducer.deferral.waiting is not None:
             return False
-        return not self.reducer.is_late(self) and (a.dtype == self._dtype or matmul.widens(a, self._dtype))
+        return not self.reducer.is_late(self) and (a.dtype == self._dtype or matmul.widens(a, b, self._dtype))
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows [n h] at row numbers [n]."""
