@@ -37,7 +37,7 @@ from tests.fault_runs import (
 )
 
 THREE, RECHECK = ("--train.max-bad-steps", "3"), ("--run.recheck-bad-steps", "true")
-ROW = r"^threed: 3 steps in a row up to step \d+ were skipped \(loss \S+, gradient norm \S+\).*resumes from \S+/step-4$"
+ROW = r"^threed: 3 steps in a row up to step \d+ were skipped \(loss .*, gradient norm .*\).*resumes from \S+/step-4$"
 PAIR = ("--parallel.dp", "2", "--zero.stage", "0")
 
 
@@ -47,7 +47,7 @@ def damaged(name: str, do: str, says: str, *flags: str, step: int = 6, more: str
 
 
 CASES = [
-    damaged("nan-weight", "nan-weight", ROW, *THREE, always=True),
+    damaged("nan-weight", "nan-weight", ROW, *THREE),
     damaged("nan-gradient", "nan-gradient", ROW, *THREE, more=" each=yes"),
     damaged("nan-gradient-once", "nan-gradient", r"step 6 was computed twice, with different results: rank 1 \(\S+\) "
             "erred; the second one was used", *RECHECK, code=0, saved=(12, 12), rank_code=None),

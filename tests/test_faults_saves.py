@@ -60,7 +60,7 @@ CASES = [
     killed("write", 0, BEFORE),
     killed("write", 1, BEFORE),
     killed("piece", 0, BEFORE),
-    killed("piece", 1, BEFORE, always=True),
+    killed("piece", 1, BEFORE),
     killed("flush", 0, BEFORE),
     killed("flush", 1, BEFORE),
     killed("entry", 0, BEFORE),
@@ -98,7 +98,7 @@ CASES = [
     Case("EIO-in-a-save", "rank=1 step=8 at=flush do=EIO", r"no checkpoint of step 8: rank 1 could not write \S+: "
          r".*Input/output error.*training goes on", 0, (12, 12)),
     # Signals while a save is written beside training, and while a checkpoint is loaded.
-    asked("SIGTERM", "piece", 8, always=True),
+    asked("SIGTERM", "piece", 8),
     asked("launcher-SIGTERM", "piece", 8),
     asked("SIGTERM", "commit", 8),
     Case("SIGTERM-load", "rank=1 step=0 at=load do=SIGTERM", PREEMPTED, saved=(6, 6), first=LOADED, rank_code=75,
