@@ -39,7 +39,7 @@ FLAGS = [
     "--checkpoint.export-hf", "false", "--train.sample-tokens", "2", "--train.steps", str(STEPS),
 ]  # fmt: skip
 TWO, FOUR = ("--parallel.pp", "2"), ("--parallel.pp", "2", "--parallel.tp", "2")
-COPIES = ("--parallel.dp", "4", "--zero.stage", "0")
+COPIES = ("--parallel.dp", "4", "--zero.stage", "0", "--train.micro-batch", "1")
 SLICED = ("--parallel.tp", "2", "--parallel.dp", "2", "--zero.stage", "3")
 BESIDE = ("--checkpoint.async", "true")
 Truth = dict[tuple[str, ...], list[tuple[int, float]]]  # losses of runs that nothing happened to, by topology

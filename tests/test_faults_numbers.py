@@ -54,7 +54,7 @@ CASES = [
     Case("lr-1e38", "", ROW, flags=("--optim.lr", "1e38", *THREE), first=("--train.stop-after", "4"), rank_code=2),
     damaged("flip-in-a-replica", "flip-parameter", r"^threed: step 6: copies of .* differ: rank 1 \(\S+\) has other "
             "values than ranks 0, 2, 3", "--run.check-replicas", "3", topology=COPIES),
-    damaged("flip-in-one-of-two", "flip-moment", r"^threed: step 8: copies of .* differ: ranks 0 \(\S+\), 1 \(\S+\) "
+    damaged("flip-in-one-of-two", "flip-parameter", r"^threed: step 8: copies of .* differ: ranks 0 \(\S+\), 1 \(\S+\) "
             "hold different values", "--run.check-replicas", "100", topology=PAIR),
     damaged("flip-in-memory", "flip-exponent", ROW, *THREE),
 ]  # fmt: skip
