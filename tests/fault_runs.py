@@ -39,7 +39,7 @@ FLAGS = [
     "--checkpoint.export-hf", "false", "--train.sample-tokens", "2", "--train.steps", str(STEPS),
 ]  # fmt: skip
 TWO, FOUR = ("--parallel.pp", "2"), ("--parallel.pp", "2", "--parallel.tp", "2")
-COPIES = ("--parallel.dp", "4", "--zero.stage", "0")
+COPIES = ("--parallel.dp", "4", "--zero.stage", "0", "--train.micro-batch", "1")
 SLICED = ("--parallel.tp", "2", "--parallel.dp", "2", "--zero.stage", "3")
 BESIDE = ("--checkpoint.async", "true")
 Truth = dict[tuple[str, ...], list[tuple[int, float]]]  # losses of runs that nothing happened to, by topology
@@ -139,7 +139,7 @@ def line_of(said: str, pattern: str) -> str:
 def check(case: Case, folder: Path, done: subprocess.CompletedProcess[str]) -> str:
     """Exit codes, the message, and what is on disk; returns the line that says what happened."""
     said = done.stdout + done.stderr
-    assert done.returncode == case.code, said
+    assert done.returncode == case.code or (case.code == 1 and launcher_aborted(case, done.returncode, said)), said
     if case.says.startswith("exitcode"):
         assert re.search(case.says, said), said
         line = case.says
@@ -155,6 +155,13 @@ def check(case: Case, folder: Path, done: subprocess.CompletedProcess[str]) -> s
     if case.preempted:
         assert json.loads(mark.read_text())["step"] == steps[-1]
     return line
+
+
+def launcher_aborted(case: Case, code: int, said: str) -> bool:
+    """Whether torchrun got a signal, ended its ranks as it should, and then was aborted by a thread of its store while
+    its interpreter ended: seen rarely (torch 2.13). Ranks leave by another way."""
+    end = said.partition("SignalException: Process")[2]
+    return "do=launcher-" in case.fault and code == -6 and "terminate called without an active exception" in end
 
 
 def check_nothing_lives(folder: Path) -> None:

@@ -206,6 +206,7 @@ def plant_fault(fault: str) -> None:
         step = (saved_step(args) or state["step"]) if of_save and said["at"] != "prune" else state["step"]
         lasting = "each" in said or of_save or "always" in said
         due = step >= int(said["step"]) if lasting else step == int(said["step"])
+        due = due and not (said["at"] == "prune" and not args[1])  # there is nothing to delete
         state["calls"] += due
         late = said["at"] in LATER and state["calls"] < 2
         if due and not late and (not state["fired"] or "each" in said):

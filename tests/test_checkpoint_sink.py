@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.disks import ext4
 from threed.checkpoint import checksum, sink
 from threed.checkpoint.sink import Sink
 from threed.checkpoint.writing import _share
@@ -78,6 +79,27 @@ def write_all(file: Path, parts: list[Any]) -> None:
     with Sink(file, 9 * PIECE) as out:
         for part in parts:
             out.write(part)
+
+
+def write_zeros(path: Path, nbytes: int) -> None:
+    with Sink(path, nbytes) as sunk:
+        for _ in range(nbytes // PIECE):
+            sunk.write(bytes(PIECE))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_drive_that_is_full(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real one: an error of the write or before it, and what was written earlier is whole."""
+    monkeypatch.setattr(sink, "SMALL", 2 * PIECE if direct else 2**40)
+    with ext4(tmp_path / "drive", 8) as drive:
+        write_zeros(drive / "first", 8 * PIECE)
+        with pytest.raises(OSError, match="No space left on device") as full:
+            write_zeros(drive / "second", 64 * PIECE)
+        assert full.value.errno == errno.ENOSPC
+        assert (drive / "first").read_bytes() == bytes(8 * PIECE)
+        (drive / "second").unlink()
+        write_zeros(drive / "second", 16 * PIECE)
+    assert not [thread for thread in threading.enumerate() if thread.name == "sink"]
 
 
 def test_an_error_of_the_caller_is_its_own(tmp_path: Path) -> None:

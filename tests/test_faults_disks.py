@@ -90,7 +90,7 @@ def on(
 
 
 CASES = [
-    on(memory, "full-in-a-save", f"rank=1 step=8 at=piece do=fill;{FREED}", FULL + GOES_ON, 0, [4, 12], always=True),
+    on(memory, "full-in-a-save", f"rank=1 step=8 at=piece do=fill;{FREED}", FULL + GOES_ON, 0, [4, 12]),
     on(drive, "full-in-a-save-ext4", f"rank=1 step=8 at=piece do=fill;{FREED}", FULL + GOES_ON, 0, [4, 12]),
     on(drive, "full-beside-training", f"rank=1 step=8 at=piece do=fill;{FREED}", FULL + GOES_ON, 0, [4, 12],
        flags=BESIDE, always=True),
@@ -107,7 +107,7 @@ CASES = [
     on(memory, "full-at-the-metrics", "rank=0 step=6 at=metrics do=fill;rank=0 step=10 at=step do=free",
        r"metrics: \S+ cannot be written: No space left on device: 0 bytes are free at \S+: free some space.*rows are k",
        0, [4, 12], (rf"no checkpoint of step 8: disk full: a checkpoint {BYTES}.*goes on",
-                    r"metrics: \S+ is written again, with the \d rows that were kept"), always=True),
+                    r"metrics: \S+ is written again, with the \d rows that were kept")),
     on(memory, "full-at-the-figures", "rank=0 step=12 at=end do=fill",
        r"no figures: No space left on device: 0 bytes are free at \S+: free some space", 0, [4, 8, 12]),
     on(memory, "full-at-the-export", "rank=0 step=12 at=export do=fill",
