@@ -321,6 +321,23 @@ def test_a_checkpoint_waits_for_a_step_that_is_not_skipped(tmp_path: Path) -> No
     assert kept(tmp_path) == ["step-2", "step-7"]
 
 
+def put_off_for_good(folder: Path) -> list[str]:
+    """Every fourth checkpoint stays; those of the 4th and the 6th step are put off. Then the run goes on."""
+    asked = {"checkpoint": {"every": 2, "keep": 2, "keep_every": 4}, "train": {**KEEPS["train"], "stop_after": 12}}
+    with contextlib.ExitStack() as stack:
+        for number in (4, 5, 6):
+            stack.enter_context(before_step(number, lambda engine: POISONS["sink"](engine, NAN)))
+        run(folder, open_text(folder), **asked)
+    first = kept(folder)
+    run(folder, open_text(folder), **{**asked, "train": {**KEEPS["train"], "stop_after": 14}})
+    return [*first, *kept(folder)]
+
+
+def test_a_checkpoint_that_was_put_off_counts_as_its_multiple(tmp_path: Path) -> None:
+    first, second = ["step-7", "step-8", "step-10", "step-12"], ["step-7", "step-8", "step-12", "step-14"]
+    assert sorted(run_ranks(1, put_off_for_good, tmp_path)[0]) == sorted(first + second)
+
+
 def absurd_rate(folder: Path) -> list[str]:
     """Good checkpoints of steps 2 and 4; then the same run with a learning rate of 1e38."""
     text = open_text(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -14,10 +15,14 @@ import torch
 from tests.checkpoints import distance, state_of, train
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
-from tests.test_checkpoint_native import DAMAGES
+from tests.runs import run
+from tests.test_checkpoint_native import DAMAGES, flip
+from tests.test_checkpoint_retention import in_one_rank, step
 from threed import collectives
 from threed.checkpoint import finite
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.placing import Placing
+from threed.data import Data
 from threed.sharding import Box, Piece
 
 
@@ -96,8 +101,9 @@ def refused_then_trained(folder: Path, case: Case) -> dict[str, tuple[str, float
         again.load(folder / KINDS[0] / "step-2")
     again.load(folder / "good")
     found["fallback"] = "", distance(state_of(other), state_of(again))
-    train(engine, 2)
-    train(same, 2)
+    for one in (engine, same):
+        train(one, 2)
+        one.bad_steps()  # ends the last step, where that is open until the next one
     found["training"] = "", distance(state_of(same), state_of(engine))
     return found
 
@@ -107,7 +113,7 @@ def refused_then_trained(folder: Path, case: Case) -> dict[str, tuple[str, float
     [
         Case(2, 1, 2, model="gpt-untied", dtype="fp32", layers=2, partition="2,2"),
         Case(1, 4, 1, model="qwen-tied", dtype="bf16", layers=2, zero=3),
-        Case(2, 2, 1, dtype="fp32", layers=4, schedule="2bw", microbatches=4, zero=0),
+        Case(2, 1, 2, dtype="fp32", layers=4, schedule="2bw", microbatches=4, zero=0),
     ],
     ids=["tp pp", "zero 3 in bf16", "two versions"],
 )
@@ -165,6 +171,54 @@ def refused_for_a_nan(folder: Path, case: Case) -> float:
 @pytest.mark.parametrize("dtype", ["fp32", "fp64", "bf16"])
 def test_a_nan_is_found_on_the_way_and_leaves_a_new_engine_as_it_was(dtype: str, tmp_path: Path) -> None:
     assert run_ranks(2, refused_for_a_nan, tmp_path, Case(1, 2, 1, dtype=dtype, layers=1, zero=2)) == [0.0, 0.0]
+
+
+def too_large_for_fp16(folder: Path) -> list[float]:
+    """Weights that fp32 holds and fp16 does not, loaded into a run of fp16: how far it is from what it was."""
+    case = Case(1, 2, 1, dtype="fp32", layers=1, zero=2)
+    other = engine_of(config_of(case))
+    other.save(folder / "fine")
+    state = other.optimizer.states[-1]
+    with other.optimizer.held(state, ("weight",), write=True) as held:
+        held["weight"][next(state.bucket.runs()).offset] = 70_000.0
+    other.save(folder / "large")
+    far = []
+    for how in (replace(case, dtype="fp16"), replace(case, dtype="fp16", offload_optimizer="cpu")):
+        engine = engine_of(config_of(how))
+        before = state_of(engine)
+        with pytest.raises(CheckpointError, match="beyond 65504"):
+            engine.load(folder / "large")
+        far.append(distance(before, state_of(engine)))
+        engine.load(folder / "fine")
+    engine_of(config_of(replace(case, dtype="bf16"))).load(folder / "large")
+    return far
+
+
+def test_weights_beyond_fp16_are_refused_by_a_run_of_fp16(tmp_path: Path) -> None:
+    assert run_ranks(2, too_large_for_fp16, tmp_path) == [[0.0, 0.0]] * 2
+
+
+def resumed(folder: Path, data: Data) -> None:
+    """A run past a damaged checkpoint: both are looked through while they are hashed."""
+    run(folder, data, checkpoint={"every": 4, "keep": 3}, train={"stop_after": 8})
+    path = step(folder, 8) / "rank-00000.safetensors"
+    flip(path, -5)
+    seen = set()
+
+    def look(self: Placing, file: str, at: int, piece: memoryview) -> None:
+        seen.add(self.reader.path.name)
+        inner(self, file, at, piece)
+
+    inner = Placing.look
+    with mock.patch.object(Placing, "look", look):
+        said = run(folder, data, checkpoint={"every": 4, "keep": 3}, train={"stop_after": 12})
+    assert seen == {"step-8", "step-4"}
+    assert "resumed    " in said
+    assert "step-8/rank-00000.safetensors is damaged" in said
+
+
+def test_a_resumed_run_reads_once(tmp_path: Path) -> None:
+    in_one_rank(resumed, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

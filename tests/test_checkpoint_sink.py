@@ -125,6 +125,17 @@ def test_a_limit_is_kept(direct: bool, tmp_path: Path, monkeypatch: pytest.Monke
     assert synced.call_count == (0 if direct else 10)
 
 
+def test_a_limit_ends_when_the_run_is_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a wait, too."""
+    now = [0.0]
+    monkeypatch.setattr(sink.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sink.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    with Sink(tmp_path / "file", 10 * PIECE, limit=2 * PIECE, hurries=lambda: now[0] >= 1.25) as out:
+        for n in range(10):
+            out.write(torch.zeros(PIECE, dtype=torch.uint8))
+            assert now[0] == min((n + 1) / 2, 1.25)
+
+
 def test_a_node_s_limit_is_shared_by_what_its_ranks_write(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [300, 100, 0, 0, 50, 50, 0, 100]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -18,6 +18,9 @@ from threed.checkpoint.files import CheckpointError
 from threed.data import Data
 from threed.engine import Engine
 from threed.forecast import Forecast
+from threed.preemption import Preempted
+from threed.supervision import Supervision
+from threed.zero import snapshot
 
 
 def same_run(folder: Path) -> list[Any]:
@@ -129,6 +132,60 @@ def without_room(folder: Path, data: Data) -> None:
 
 def test_no_room_is_said(tmp_path: Path) -> None:
     in_one_rank(without_room, tmp_path)
+
+
+def ended_under_a_limit(folder: Path, data: Data) -> None:
+    """A run that is asked to end in the middle of a save that would take an hour; with and without saves beside it."""
+    made = writing.prepare
+    for how in (True, False):
+        asked = {"every": 4, "keep": 9, "async_": how, "resume": "none", "write_limit_mib": 1e-4}
+        saved: list[int] = []
+
+        def stopped(self: Supervision, saved: list[int] = saved) -> str:
+            return "train.time-limit" if saved else ""
+
+        def prepare(*about: Any, saved: list[int] = saved) -> Any:
+            saved.append(1)
+            return made(*about)
+
+        with (
+            mock.patch.object(Supervision, "asked", stopped),
+            mock.patch.object(writing, "prepare", prepare),
+            pytest.raises(Preempted),
+        ):
+            run(folder, data, checkpoint=asked)
+        assert all(verifies(step(folder, int(name[5:]))) for name in checkpoints(folder))
+        assert "step-4" in checkpoints(folder)
+
+
+def test_a_run_that_is_to_end_writes_as_fast_as_it_can(tmp_path: Path) -> None:
+    in_one_rank(ended_under_a_limit, tmp_path)
+
+
+def with_room_made(folder: Path, data: Data) -> None:
+    """Memory for copies is there after the second step, and the first save takes no more of it."""
+    taken, at = [], []
+    buffer, start = snapshot.pool.host_buffer, Engine.start_save
+
+    def counted(nbytes: int) -> Any:
+        taken.append(nbytes)
+        return buffer(nbytes)
+
+    def begin(self: Engine, *about: Any) -> Any:
+        at.append(len(taken))
+        return start(self, *about)
+
+    with mock.patch.object(snapshot.pool, "host_buffer", counted), mock.patch.object(Engine, "start_save", begin):
+        run(folder, data, checkpoint={"every": 4, "async_": True}, train={"stop_after": 9})
+        assert at == [len(taken)] * 2
+        assert taken
+        del taken[:]
+        run(folder, data, checkpoint={"every": 4, "async_": True, "resume": "none"}, train={"stop_after": 4})
+        assert not taken  # the only save is the last one, for which training waits
+
+
+def test_the_memory_for_copies_is_there_before_the_first_save(tmp_path: Path) -> None:
+    in_one_rank(with_room_made, tmp_path)
 
 
 def forecasts(folder: Path, data: Data) -> None:

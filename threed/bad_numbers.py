@@ -4,6 +4,7 @@
     metrics = guard.step(batch)            `Engine.step`; where asked for, a skipped step is computed twice
     guard.tell(metrics)                    a line where steps were skipped since it was last called
     guard.puts_off()                       whether a checkpoint that is due waits until a step is not skipped
+    guard.take_put_off()                   the steps whose checkpoints waited, for the one that is written
     guard.compare(saving)                  every `run.check-replicas` steps, and before a save: are copies the same?
 
 A step that is skipped leaves weights and moments as they were. So a checkpoint in the middle of a row of such steps
@@ -24,11 +25,13 @@ MIB = 2**20
 
 
 class Guard:
-    """Watches the steps of an engine. note: takes a line for people. owed: a checkpoint was put off."""
+    """Watches the steps of an engine. note: takes a line for people. owed: a checkpoint was put off; those of which
+    steps, `take_put_off` says."""
 
     def __init__(self, engine: Engine, note: Callable[[str], None]) -> None:
         self.engine, self.note = engine, note
         self.owed = False
+        self._put_off: list[int] = []
         self._told = int(engine.optimizer.skips)
         self._compared = engine.steps
         self._recheck = Recheck(engine, note) if engine.config.run.recheck_bad_steps else None
@@ -61,8 +64,16 @@ class Guard:
         """Whether a checkpoint waits, because the newest steps were skipped. Collective."""
         row, said = self.engine.bad_steps(), self.owed
         self.owed = row > 0
+        every, step = self.engine.config.checkpoint.every, self.engine.steps
+        if self.owed and every and step % every == 0:
+            self._put_off.append(step)
         if self.owed and not said:
             self.note(
                 f"no checkpoint of step {self.engine.steps}: {row} step{'s' * (row > 1)} in a row skipped; put off"
             )
         return self.owed
+
+    def take_put_off(self) -> dict[str, list[int]]:
+        """Returns what the checkpoint that is written now says of those for which it comes, if there are any."""
+        steps, self._put_off = self._put_off, []
+        return {"put_off": steps} if steps else {}

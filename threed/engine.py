@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from threed import buffers, collectives
 from threed.batches import Batch, Batches
-from threed.checkpoint import fit, hf_import, native, writing
+from threed.checkpoint import fit, hf_import, native
 from threed.checkpoint.beside import Save, Saver
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.hf_folder import is_hf_folder
@@ -353,8 +353,7 @@ class Engine:
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
         """Writes a checkpoint folder at `path`, whole or not at all; `extra` is kept in its manifest."""
         self.saver.end()
-        state = self._counters(extra)
-        return writing.save(Path(path), self.optimizer, self.topology, self.config, state, self.extras)
+        return self.saver.save(Path(path), self._counters(extra), self.extras)
 
     def start_save(
         self, path: str | Path, extra: Mapping[str, Any] | None = None, published: Callable[[], None] | None = None

@@ -2,6 +2,7 @@
 
     saves = Saves(engine, retention, note, first)
     saves.save(path, extra, beside=True)      begins one, after the one before has ended
+    saves.make_room(step, last)               once activations are known: takes the memory for copies
     saves.look()                              in each step: says that one has failed
     saves.end()                               waits for the one that is written
 
@@ -60,6 +61,12 @@ class Saves:
             what = "updates wait for the drive" if asked is True else "training waits for each checkpoint"
             self.note(f"no memory for a copy of what is saved: {what}")
         return room or asked is True
+
+    def make_room(self, step: int, last: int) -> None:
+        """Takes the memory for copies, after some step, where saves beside training are to come. Collective."""
+        every = self.engine.config.checkpoint.every
+        if every and (step // every + 1) * every < last and self._goes_on_beside():
+            self.engine.saver.make_room()
 
     def look(self) -> None:
         """Says it if the save that is written has failed; the first rank learns that before it ends on the others."""

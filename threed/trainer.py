@@ -89,6 +89,7 @@ class Trainer:
                 self.supervision = supervision
                 self.heartbeat, self.watchdog = supervision.heart, supervision.watchdog
                 self.stop = Stop(self.world, self.topology.device, supervision.asked)
+                self.engine.saver.hurries = lambda: bool(self.stop or supervision.asked())
                 self._run()
 
     def _run(self) -> None:
@@ -333,6 +334,8 @@ class Trainer:
     def _save_if_due(self, step: int) -> float:
         every, begin = self.config.checkpoint.every, time.perf_counter()
         self.saves.look()
+        if step == self.begun_step + 2:
+            self.saves.make_room(step, self.last)
         due = self.guard.owed or (every and step % every == 0)
         if due and not self.stop and not self.guard.puts_off():
             self._save(beside=step < self.last)
@@ -354,7 +357,7 @@ class Trainer:
         """What a checkpoint keeps for the next run and for exports, beside the engine's state."""
         files, seed = self.data.tokenizer.files, self.config.train.seed
         known = {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256, "job": job_name()}
-        return {**known, "tokenizer": files, "seed": seed}
+        return {**known, "tokenizer": files, "seed": seed, **self.guard.take_put_off()}
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a step's checkpoint."""

@@ -28,6 +28,7 @@ from threed import collectives
 from threed.checkpoint import writing
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.sections import Held, held
+from threed.checkpoint.sink import never
 from threed.config import CheckpointConfig, Config
 from threed.device import is_accelerator
 from threed.memory.pool import free_bytes
@@ -130,13 +131,14 @@ class Save:
 
 class Saver:
     """Begins saves, one at a time. last: the newest one. room: for copies, once it was asked for. before_publishing:
-    called on the first rank, in a save's thread."""
+    called on the first rank, in a save's thread. hurries: see `writing.prepare`."""
 
     def __init__(self, optimizer: Optimizer, topology: Topology, config: Config) -> None:
         self.optimizer, self.topology, self.config = optimizer, topology, config
         self.last: Save | None = None
         self.room: Room | None = None
         self.before_publishing: Callable[[], None] | None = None
+        self.hurries: Callable[[], bool] = never
 
     def end(self) -> None:
         """Waits for the newest save, if it is still written. Collective."""
@@ -165,6 +167,19 @@ class Saver:
             self.room = Room(whole=all(collectives.exchange(mine, everyone)))
         return self.room.whole
 
+    def save(self, path: Path, state: Mapping[str, Any], extras: Extras) -> Path:
+        """Saves while training waits. Collective; CheckpointError on every rank alike."""
+        return writing.save(path, self.optimizer, self.topology, self.config, state, extras, self.hurries)
+
+    def make_room(self) -> None:
+        """Takes the memory for copies now, where there is enough: a save would take it while an update waits.
+        Collective."""
+        if self.has_room() and self.room is not None:
+            mine = (h.extents() for h in held(self.optimizer.layout, states(self.optimizer)))
+            self.room.make(
+                chain.from_iterable(mine), self.optimizer.layout.policy, is_accelerator(self.topology.device)
+            )
+
     def start(
         self, path: Path, state: Mapping[str, Any], extras: Extras, *, now: bool = False,
         published: Callable[[], None] | None = None,
@@ -176,7 +191,7 @@ class Saver:
         self.end()
         began = time.perf_counter()
         held = copy.deepcopy(dict(state))  # the caller may change its own
-        saving = writing.prepare(path, self.optimizer, self.topology, self.config, held, extras)
+        saving = writing.prepare(path, self.optimizer, self.topology, self.config, held, extras, self.hurries)
         self.has_room()
         assert self.room is not None
         self.optimizer.flush()

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from threed.atomic import building_place
 from threed.checkpoint.checksum import BLOCK, Hashes, threads
-from threed.checkpoint.sink import Sink
+from threed.checkpoint.sink import Sink, never
 from threed.disk import in_units as in_units
 from threed.parse import plain as plain
 
@@ -47,14 +47,16 @@ def stream_tensors(
     tensors: Iterable[Tensor],
     metadata: Mapping[str, str] | None = None,
     limit: float | None = None,
+    hurries: Callable[[], bool] = never,
 ) -> Hashes:
     """Writes a safetensors file, flushed to the disk, from tensors that come one by one; returns its hashes.
 
     about: dtype and shape of each, by name; one may come in several parts, some of its rows at a time. limit: bytes
-    written in a second, at most. OSError when it cannot be written, ValueError for other tensors than those.
+    written in a second, at most, unless it `hurries`. OSError when it cannot be written, ValueError for other tensors
+    than those.
     """
     nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in about.values())
-    with Sink(path, nbytes, limit) as sink:
+    with Sink(path, nbytes, limit, hurries) as sink:
         for part in _parts(about, tensors, metadata or {}):
             sink.write(part)
     return sink.hashes

@@ -44,6 +44,15 @@ def are_finite(data: NDArray[np.uint8], dtype: torch.dtype) -> bool:
     return bool(np.isfinite(data.view(np.float64 if dtype == torch.float64 else np.float32)).all())
 
 
+def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor in another format; CheckpointError if a number becomes infinite."""
+    out = tensor.to(dtype)
+    largest = torch.finfo(dtype).max
+    if torch.finfo(tensor.dtype).max > largest and out.isinf().sum() > tensor.isinf().sum():
+        raise CheckpointError(f"{name} has values beyond {largest:.5g}, the largest of {dtype}: use another dtype")
+    return out
+
+
 def names(extents: Iterable[Extent]) -> list[str]:
     """Returns the names by which `checked` tells of tensors, "" for what need not be finite."""
     return [f"{e.part} of {e.name}" if e.state.bucket.group.key.trainable else "" for e in extents]

@@ -25,6 +25,7 @@ from torch import Tensor
 from threed.atomic import building_place, publish, write_text
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, begin, cut, stream_tensors
+from threed.checkpoint.finite import narrowed
 from threed.checkpoint.hf_folder import slabs
 from threed.checkpoint.layouts import Entry, Shape, check_names, config_of, entries, our_shapes
 from threed.checkpoint.reading import Reader
@@ -178,12 +179,3 @@ def _write_weights(
         total = sum(_nbytes(entry, to[entry.name]) for entry in table)
         index = {"metadata": {"total_size": total}, "weight_map": places}
         write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
-
-
-def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor in another format; CheckpointError if a number becomes infinite."""
-    out = tensor.to(dtype)
-    largest = torch.finfo(dtype).max
-    if torch.finfo(tensor.dtype).max > largest and out.isinf().sum() > tensor.isinf().sum():
-        raise CheckpointError(f"{name} has values beyond {largest:.5g}, the largest of {dtype}: use another dtype")
-    return out

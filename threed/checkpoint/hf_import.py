@@ -17,7 +17,8 @@ from threed import collectives
 from threed.checkpoint import finite, fit
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain
-from threed.checkpoint.hf import dtype_of, narrowed
+from threed.checkpoint.finite import narrowed
+from threed.checkpoint.hf import dtype_of
 from threed.checkpoint.hf_folder import HFFolder, slabs
 from threed.checkpoint.weights_only import FILE_BYTES, write_weights
 from threed.config import Config, DataConfig, ModelConfig

@@ -133,7 +133,7 @@ def _overwrite(path: Path, manifest: dict[str, Any], placing: Placing, optimizer
     reader, initial = placing.reader, optimizer.initial
     check = partial(verify, path, manifest, everyone.index, everyone.size)
     known = manifest["version"] < 3
-    alone = placing.needs_only([entry["file"] for entry in manifest["files"][everyone.index :: everyone.size]])
+    alone = placing.reads_only([entry["file"] for entry in manifest["files"][everyone.index :: everyone.size]])
     found = collectives.exchange([optimizer.torn or initial is not None, alone], everyone)
     nobody_would_miss_it, nobody_reads_them_again = (all(flags) for flags in zip(*found, strict=True))
     if not (known or nobody_would_miss_it):
@@ -157,11 +157,26 @@ def _overwrite(path: Path, manifest: dict[str, Any], placing: Placing, optimizer
         fill_in_place(optimizer, watch, set_first=set_first, those=placing.states)
         optimizer.tear()  # until all ranks have found nothing
         _refuse(_unusable(path, watch.problems), everyone)
+        if optimizer.layout.policy.param_dtype == torch.float16:  # a checkpoint of another format, or converted
+            _refuse(_attempt(path, lambda: _overflows(path, optimizer)), everyone)
     except CheckpointError:  # on every rank
         if initial is not None:
             begin_anew(optimizer, initial)
         raise
     optimizer.mend()
+
+
+def _overflows(path: Path, optimizer: Optimizer) -> list[str]:
+    """Returns which of this rank's weights are beyond the format that the layers run in; the first of them."""
+    dtype = optimizer.layout.policy.param_dtype
+    try:
+        for state in states(optimizer):
+            with optimizer.held(state, [part for part in (WEIGHT,) if part in state.storages]) as held:
+                for record in records_of(state, (WEIGHT,)):
+                    finite.narrowed(record.piece.name, record.of(held[WEIGHT]), dtype)
+    except CheckpointError as error:
+        return [f"{path}: {error}"]
+    return []
 
 
 def _unusable(path: Path, problems: Sequence[str]) -> list[str]:

@@ -72,6 +72,7 @@ class Placing:
     def __init__(self, reader: Reader, trained: Collection[str], is_fresh: Callable[[str, str], bool]) -> None:
         self.reader, self.trained, self.is_fresh = reader, trained, is_fresh
         self.states: list[State] = []
+        self.by_boxes = False  # some states are to be read so
         self._zeros: list[Record] = []
         self._segments: dict[str, list[_Segment]] = {}
         self._files: dict[str, _File] = {}
@@ -94,6 +95,7 @@ class Placing:
                 if found is None:
                     part = self.reader.stands_for(record.part, record.piece.name)
                     self.reader.check(part, record.piece.name, record.box.start, record.box.size)
+        self.by_boxes |= not whole
         if whole:
             self.states.append(state)
             self._zeros += zeros
@@ -111,9 +113,9 @@ class Placing:
         assert isinstance(storage, InMemory)
         return [(p.file, _Segment(p.at, storage, record.offset + p.first, p.numel, what)) for p in places]
 
-    def needs_only(self, files: Collection[str]) -> bool:
-        """Whether all that was planned is in some files."""
-        return self._segments.keys() <= set(files)
+    def reads_only(self, files: Collection[str]) -> bool:
+        """Whether all states are set by this, from some files."""
+        return not self.by_boxes and self._segments.keys() <= set(files)
 
     # ----------------------------------------------------------------------------------------------------------- place
 

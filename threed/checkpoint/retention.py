@@ -55,9 +55,17 @@ def _step(path: Path) -> int:
     return int(path.name[5:])
 
 
+def _stands_for(path: Path) -> Iterator[int]:
+    """Yields the step of a checkpoint, and those whose checkpoints were put off until it."""
+    yield _step(path)
+    with contextlib.suppress(CheckpointError):
+        put_off = native.read_manifest(path)["state"]["extra"].get("put_off")
+        yield from (step for step in (put_off if isinstance(put_off, list) else ()) if isinstance(step, int))
+
+
 class Retention:
     """Keeps the newest `keep` good checkpoints of a run folder, and besides those of steps that `every` divides (0: of
-    none).
+    none), or that were written for such a step, whose own was put off.
 
     Good are those that this run loaded or wrote; of any other the hashes are checked first. A damaged one does not
     count, so no good one is deleted for it: it stays, for inspection, until `keep` good ones are newer, and is then
@@ -128,7 +136,7 @@ class Retention:
     def _delete(self, paths: Sequence[Path]) -> None:
         """Deletes checkpoints, on the first rank, but those that are kept for good."""
         for path in paths:
-            if not (self.every and _step(path) % self.every == 0):
+            if not (self.every and any(step % self.every == 0 for step in _stands_for(path))):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _problems(self, path: Path) -> list[str]:

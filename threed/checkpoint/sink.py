@@ -4,6 +4,8 @@
         sink.write(part)                                       any bytes, one after the other
     sink.hashes                                                see `checksum`; the file is on the drive
 
+`hurries` ends the limit: a run that is to end waits for its last save.
+
 The caller copies a part into a page-aligned buffer, which threads hash and write by direct I/O, while it fills the next
 one: that takes less of the processor, on which training goes on, than a copy into the page cache and a flush of it.
 Where a file system has no direct I/O, and for small files, writes go through the page cache and are flushed at the end.
@@ -17,6 +19,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
 from types import TracebackType
@@ -32,13 +35,21 @@ BLOCK = 4096  # direct I/O: of memory, lengths and offsets
 PIECE = checksum.BLOCK  # what is hashed and written at a time
 WRITERS = 2
 SMALL = 4 * PIECE  # bytes: threads would cost more than they bring
+POLL_S = 0.125  # how often a write that waits asks whether it may hurry
+
+
+def never() -> bool:
+    """Returns False."""
+    return False
 
 
 class Sink:
     """A new file of `nbytes`. OSError from `write`, or at the end, when it cannot be written."""
 
-    def __init__(self, path: Path, nbytes: int, limit: float | None = None) -> None:
-        self.path, self.nbytes, self.limit = path, nbytes, limit
+    def __init__(
+        self, path: Path, nbytes: int, limit: float | None = None, hurries: Callable[[], bool] = never
+    ) -> None:
+        self.path, self.nbytes, self.limit, self.hurries = path, nbytes, limit, hurries
         self.hashes: Hashes
         self._hashing = Hashing()
         self._began = time.monotonic()
@@ -90,8 +101,11 @@ class Sink:
             if self.limit is not None:  # else the page cache would take it, and flush it all at once
                 os.fdatasync(self._fd)
         self._at, self._filled = self._at + count, 0
-        if self.limit is not None:
-            time.sleep(max(0.0, self._at / self.limit - (time.monotonic() - self._began)))
+        while self.limit is not None and not self.hurries():
+            left = self._at / self.limit - (time.monotonic() - self._began)
+            if left <= 0:
+                break
+            time.sleep(min(left, POLL_S))
 
     def _write_out(self) -> None:
         """Writes buffers until there are no more; after an error it only gives them back."""

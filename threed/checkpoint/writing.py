@@ -18,7 +18,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -35,6 +35,7 @@ from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import DTYPES, CheckpointError, begin, plain, stream_tensors
 from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, check_structure, digest, file_of
 from threed.checkpoint.sections import Held, Section, held
+from threed.checkpoint.sink import never
 from threed.config import Config
 from threed.disk import why
 from threed.topology import Axis, Topology
@@ -46,10 +47,11 @@ POLL_S = 0.02
 
 
 def save(
-    path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any], extras: Extras
-) -> Path:
+    path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any], extras: Extras,
+    hurries: Callable[[], bool] = never,
+) -> Path:  # fmt: skip
     """Writes the checkpoint folder `path`, whole or not at all. Collective; CheckpointError on every rank alike."""
-    saving = prepare(path, optimizer, topology, config, state, extras)
+    saving = prepare(path, optimizer, topology, config, state, extras, hurries)
     saving.write(values for _, values in read(optimizer, saving.records))
     saving.agree()  # here, a rank that has died is noticed at once
     saving.commit()
@@ -58,9 +60,13 @@ def save(
 
 
 def prepare(
-    path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any], extras: Extras
-) -> Saving:
-    """Makes the unfinished folder and returns what this rank is to write. Collective; CheckpointError on every rank."""
+    path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any], extras: Extras,
+    hurries: Callable[[], bool] = never,
+) -> Saving:  # fmt: skip
+    """Makes the unfinished folder and returns what this rank is to write. Collective; CheckpointError on every rank.
+
+    hurries: asked meanwhile, by any thread, whether `checkpoint.write-limit-mib` does not hold any more.
+    """
     everyone = topology.axis("world")
     optimizer.settle()  # a run that goes on from here and one that resumes see the same parameters
     extras.ready()
@@ -83,7 +89,7 @@ def prepare(
     limit = _share(config.checkpoint.write_limit_mib, sizes, everyone.index)
     described = mine if topology.axis("dp").index == 0 else []
     mine = [h for h in mine if h.number is not None]
-    saving = Saving(path, everyone, token, mine, described, said, beside, head, problem, limit)
+    saving = Saving(path, everyone, token, mine, described, said, beside, head, problem, limit, hurries)
     saving.agree()
     return saving
 
@@ -124,6 +130,7 @@ class Saving:
     head: dict[str, Any]
     problem: str | None = None
     limit: float | None = None  # bytes that this rank writes in a second, at most
+    hurries: Callable[[], bool] = never  # whether that does not hold any more
     given_up: threading.Event = field(default_factory=threading.Event)  # set: do not wait for others any more
     known: list[str] = field(default_factory=list)  # what is known otherwise of ranks that could not write
 
@@ -175,7 +182,7 @@ class Saving:
             return {"sections": sections}
         holds = [[h.section.digest, h.number] for h in self.mine]
         metadata = {str(key): f"{digest} {number}" for key, (digest, number) in enumerate(holds)}
-        hashes = stream_tensors(self.file, about, self._stream(values), metadata, self.limit)._asdict()
+        hashes = stream_tensors(self.file, about, self._stream(values), metadata, self.limit, self.hurries)._asdict()
         entry = {"file": self.file.name, **hashes, "size": self.file.stat().st_size, "holds": holds, **self.said}
         return {"sections": sections, "entry": entry}
 

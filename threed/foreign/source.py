@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.hf import dtype_of, narrowed
+from threed.checkpoint.finite import narrowed
+from threed.checkpoint.hf import dtype_of
 from threed.checkpoint.hf_folder import slabs
 from threed.checkpoint.weights_only import FILE_BYTES, Part, write_parts
 from threed.config import Config, DataConfig, ModelConfig, OptimConfig

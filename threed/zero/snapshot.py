@@ -93,13 +93,24 @@ def copy_bytes(extents: Iterable[Extent], policy: Policy, gpu: bool) -> int:
 
 class Room:
     """The host's memory for copies, kept from one save to the next. whole: for all that is copied, and not only for a
-    window. Memory is taken when it is first written to."""
+    window. Memory is taken by `make`, or when it is first written to."""
 
     def __init__(self, whole: bool) -> None:
         self.whole = whole
         self._own: dict[tuple[State, int], Tensor] = {}
         self._window: list[Tensor | None] = [None] * WINDOW
         self._size = 0
+
+    def make(self, extents: Iterable[Extent], policy: Policy, gpu: bool) -> None:
+        """Takes the memory of all copies that a save of these extents makes, and writes to it."""
+        for state, some in groupby(extents, lambda one: one.state):
+            if self.whole and is_copied(state, policy, gpu):
+                self._copy_of(state, _size(_places(state, _ranges(some)).values()))
+
+    def _copy_of(self, state: State, nbytes: int) -> Tensor:
+        if (state, nbytes) not in self._own:
+            self._own[state, nbytes] = pool.host_buffer(nbytes)
+        return self._own[state, nbytes]
 
     def begin(self, items: Sequence[_Item]) -> None:
         """Takes note of the largest slice that will come."""
@@ -120,10 +131,7 @@ class Room:
     def of(self, item: _Item) -> Tensor:
         """The memory of a place that was taken, uint8 [n]."""
         if self.whole and item.eager:
-            key = (item.state, item.nbytes)
-            if key not in self._own:
-                self._own[key] = pool.host_buffer(item.nbytes)
-            return self._own[key]
+            return self._copy_of(item.state, item.nbytes)
         if item.buffer is None:
             item.buffer = pool.host_buffer(self._size)
         return item.buffer
