@@ -3,8 +3,9 @@
 FAULT="rank=1 step=6 at=forward do=SIGKILL" python -m torch.distributed.run … tests/faulty.py --preset tiny …
 
 Ranks are "1", "0,1" or "all"; `at` is a key of PLACES; `do` is the name of a signal, which the rank sends to itself,
-or to its launcher after "launcher-"; or a key of ACTIONS. It happens once, in the first attempt of a job; when is
-written into `fired-RANK`. Several faults are parted by semicolons.
+or to its launcher after "launcher-"; or a key of ACTIONS; or "hold-" and the name of a file, until which is there it
+waits. It happens once, in the first attempt of a job, or in each with FAULT_ATTEMPTS=all; when is written into
+`fired-RANK`. Several faults are parted by semicolons.
 """
 
 from __future__ import annotations
@@ -70,6 +71,9 @@ def act(do: str) -> None:
     """Does what a fault says."""
     if do in ACTIONS:
         ACTIONS[do]()
+    elif do.startswith("hold-"):
+        while not Path(do.removeprefix("hold-")).exists():
+            time.sleep(0.05)
     else:
         os.kill(
             os.getppid() if do.startswith("launcher-") else os.getpid(), signal.Signals[do.removeprefix("launcher-")]
@@ -102,7 +106,8 @@ def plant_fault(fault: str) -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and "FAULT" in os.environ:
+    attempts = ("0",) if "FAULT_ATTEMPTS" not in os.environ else (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") in attempts and "FAULT" in os.environ:
         for fault in os.environ["FAULT"].split(";"):
             plant_fault(fault)
     sys.exit(launch.main(sys.argv[1:], arch="gpt", prog="pretrain/gpt.py"))

@@ -28,9 +28,9 @@ AHEAD = 4  # blocks that are hashed while more are written
 
 
 class Hashes(NamedTuple):
-    """tree, sum: in hex; sum is None where there is no native library."""
+    """tree, sum: in hex; sum is None where there is no native library. Of copies in memory there is a sum alone."""
 
-    tree: str
+    tree: str | None
     sum: str | None
 
 

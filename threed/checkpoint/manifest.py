@@ -82,11 +82,18 @@ class _Boxes(_File):
 
 
 class _Numbers(_File):
-    """A file of version 3. holds: (section, number) of each that it has a number of. tree, sum: see `checksum`."""
+    """A file of version 3. holds: (section, number) of each that it has a number of. tree, sum: see `checksum`; in a
+    machine's memory there may be a sum alone."""
 
-    tree: Hash
+    tree: Hash | None
     sum: Hash | None
     holds: list[Number]
+
+    @model_validator(mode="after")
+    def _has_a_hash(self) -> _Numbers:
+        if self.tree is None and self.sum is None:
+            raise ValueError("a file needs a hash")
+        return self
 
 
 class _Line(_Strict):
@@ -257,7 +264,7 @@ def verify(
 def _is_intact(file: Path, entry: Mapping[str, Any], thorough: bool) -> bool:
     if "tree" not in entry:
         return sha256(file) == entry["sha256"]
-    found = None if thorough or entry["sum"] is None else checksum(file)
+    found = None if entry["sum"] is None or (thorough and entry["tree"] is not None) else checksum(file)
     return tree_hash(file) == entry["tree"] if found is None else found == entry["sum"]
 
 

@@ -11,7 +11,7 @@ the manifest is written last, and the folder renamed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -39,13 +39,17 @@ from threed.zero.records import PREVIOUS, WEIGHT, Record, fill_in_place, read, r
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
-def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras) -> dict[str, Any]:
+def load(
+    path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras,
+    hashed: Collection[str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Fills the optimizer and the buffers from a checkpoint of any topology; returns its counters. Collective.
 
-    Every rank hashes a share of the files; CheckpointError on all of them when one is damaged or another model's.
+    Every rank hashes a share of the files, or those named `hashed` where not all of them are on its machine;
+    CheckpointError on all ranks when one is damaged or another model's.
     """
     everyone = topology.axis("world")
-    checked, problems = _checked(path, optimizer, config, extras, everyone)
+    checked, problems = _checked(path, optimizer, config, extras, everyone, hashed)
     _refuse(problems, everyone)
     assert checked is not None
     manifest, reader = checked
@@ -94,7 +98,7 @@ def _unreadable(path: Path, reader: Reader, wanted: Iterable[Record], extras: Ex
 
 
 def _checked(
-    path: Path, optimizer: Optimizer, config: Config, extras: Extras, everyone: Axis
+    path: Path, optimizer: Optimizer, config: Config, extras: Extras, everyone: Axis, hashed: Collection[str] | None
 ) -> tuple[tuple[dict[str, Any], Reader] | None, list[str]]:
     """Returns manifest and reader of a checkpoint, or what is wrong with it, as this rank sees it.
 
@@ -104,7 +108,8 @@ def _checked(
         manifest = read_manifest(path)
         parts = optimizer.rule.state_names
         problems = model_differences(manifest, config) or optimizer_differences(manifest, config, parts)
-        problems = problems or verify(path, manifest, everyone.index, everyone.size)
+        some = manifest if hashed is None else {"files": [e for e in manifest["files"] if e["file"] in hashed]}
+        problems = problems or verify(path, some, *((everyone.index, everyone.size) if hashed is None else ()))
         if problems:
             return None, problems
         reader = Reader(path, manifest)
