@@ -3,7 +3,8 @@
 FAULT="rank=1 step=6 at=forward do=SIGKILL" python -m torch.distributed.run … tests/faulty.py --preset tiny …
 
 Ranks are "1", "0,1" or "all"; `at` is a key of PLACES; `do` is the name of a signal, which the rank sends to itself,
-or to its launcher after "launcher-"; or a key of ACTIONS. It happens once, in the first attempt of a job, and in the
+or to its launcher after "launcher-"; or a key of ACTIONS; or "hold-" and the name of a file, until which is there it
+waits. It happens once, in the first attempt of a job, and in the
 others too with `always=yes`; with `each=yes` in every step from that one on. When is written into `fired-RANK`. At the
 places of a save `step` is the checkpoint's. Several faults are parted by semicolons. CLOCK="1:7200" has the clock of
 rank 1 two hours ahead.
@@ -170,6 +171,9 @@ def act(do: str, args: tuple[Any, ...]) -> None:
         damage(do, args[0])
     elif do in ACTIONS:
         ACTIONS[do]()
+    elif do.startswith("hold-"):
+        while not Path(do.removeprefix("hold-")).exists():
+            time.sleep(0.05)
     else:
         os.kill(
             os.getppid() if do.startswith("launcher-") else os.getpid(), signal.Signals[do.removeprefix("launcher-")]

@@ -36,7 +36,7 @@ def run_script(
     is about goes through torchrun. The exit code is the first that is not 0.
     """
     with tempfile.TemporaryDirectory() as said:
-        known = {**environment, "MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
+        known = {**environment, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
         known |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
         ranks = []
         try:
@@ -60,7 +60,7 @@ def run_script(
     return subprocess.CompletedProcess(list(words), next((code for code in codes if code), 0), out, err)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that nobody listens on. Not one that the system gives away: until rank 0 listens there, it might give the
     same to another process, whose connections come and go."""
     while True:

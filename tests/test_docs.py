@@ -184,13 +184,15 @@ def make_targets() -> set[str]:
 
 
 def check_launch(flags: list[str]) -> None:
-    known = {"--standalone", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"}
+    known = {"--standalone", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"}
+    known |= {"--max-restarts"}
     assert {flag for flag in flags if flag.startswith("--")} <= known, flags
 
 
 def world_of(flags: list[str]) -> int:
-    """The world size that torchrun's flags make."""
-    sizes = {key: int(flags[flags.index(key) + 1]) if key in flags else 1 for key in ("--nnodes", "--nproc-per-node")}
+    """The world size that torchrun's flags make, the largest one of an elastic job."""
+    asked = {key: flags[flags.index(key) + 1] if key in flags else "1" for key in ("--nnodes", "--nproc-per-node")}
+    sizes = {key: int(value.rpartition(":")[2]) for key, value in asked.items()}
     return sizes["--nnodes"] * sizes["--nproc-per-node"]
 
 

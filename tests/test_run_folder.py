@@ -66,9 +66,9 @@ def test_every_rank_tries_the_folder_and_all_hear_who_cannot_use_it(tmp_path: Pa
 def ended_process() -> dict[str, object]:
     """A process that is gone, as a run's record names it."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    about = {"pid": process.pid, "started": run_folder._started(process.pid)}
+    about = {"pid": process.pid, "started": run_folder.started(process.pid)}
     process.kill()
-    while run_folder._started(process.pid):  # a zombie by then
+    while run_folder.started(process.pid):  # a zombie by then
         time.sleep(0.01)
     about["zombie"] = process
     return about

@@ -232,9 +232,10 @@ class Buffers:
         places = reversed(find(self._roots))
         return {place.name: place for place in places if place.persistent}
 
-    def owned(self) -> dict[str, Tensor]:
-        """The persistent buffers whose value here is the one that counts."""
-        if self._data.index > 0 or self.topology.axis("tp").index > 0:
+    def owned(self, any_copy: bool = False) -> dict[str, Tensor]:
+        """The persistent buffers whose value here is the one that counts. any_copy: or those of any data rank, which
+        are the same once they agree."""
+        if (self._data.index > 0 and not any_copy) or self.topology.axis("tp").index > 0:
             return {}
         first, places = self._first, self.persistent()
         own = {name: place.value for name, place in places.items() if first.get(name, self._stage) == self._stage}

@@ -17,6 +17,7 @@ from threed.architectures.checks import export_limits as export_limits
 from threed.architectures.checks import find_model_problems
 from threed.config import Config, ConfigError, key_name
 from threed.resolution import count_microbatches, derive_dp
+from threed.save_checks import check_copies, check_saves
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,16 @@ def find_problems(
         machines = local_world not in (None, world_size)
         how = f"--nnodes × --nproc-per-node, now {local_world} on this machine" if machines else "--nproc-per-node"
         problems.append(f"{error} (torchrun {how})")
-    own = (_check_loss_scale, _check_heads, _check_layers, _check_sequence, _check_run, _check_recheck, _check_saves)
+    own = (
+        _check_loss_scale,
+        _check_heads,
+        _check_layers,
+        _check_sequence,
+        _check_run,
+        _check_recheck,
+        check_saves,
+        check_copies,
+    )
     for check in (*own, _check_export):
         problems += check(config)
     problems += find_model_problems(config.model)
@@ -373,14 +383,6 @@ def _check_run(config: Config) -> Iterator[str]:
         yield f"--train.stop-after {stop} is past --train.steps {steps}: use at most {steps}, or --train.steps {stop}"
     if optim.min_lr is not None and optim.min_lr > optim.lr:
         yield f"--optim.min-lr {optim.min_lr:g} is above --optim.lr {optim.lr:g}: use at most {optim.lr:g}"
-
-
-def _check_saves(config: Config) -> Iterator[str]:
-    c = config.checkpoint
-    for key, value in () if c.every else (("async", c.async_ is True), ("keep-every", c.keep_every)):
-        if value:
-            what = f"--checkpoint.{key} {_as_written(value)} with --checkpoint.every 0: only the end is saved then"
-            yield f"{what}, where nothing goes on; give --checkpoint.every too"
 
 
 def _check_export(config: Config) -> Iterator[str]:

@@ -273,6 +273,11 @@ class CheckpointConfig(_Group):
     async_: AutoSwitch = Field(
         "auto", description="write while training goes on, from a copy; auto: if there is memory for it"
     )
+    memory_every: Natural | None = Field(
+        None,
+        description="steps between copies in the machines' memory, which outlive the ranks there; 0: none; none: 1 with"
+        " --run.replicate neighbour, else 0",
+    )
     write_limit_mib: MemorySize | None = Field(
         None, description="most MiB a second that the ranks of a machine write of a checkpoint together; none: no limit"
     )
@@ -308,6 +313,9 @@ class RunConfig(_Group):
     hang_timeout: DurationOrNone = Field(
         600.0,
         description="longest that a rank may stay in one phase before the run is ended and the rank named; 0: ever",
+    )
+    replicate: Literal["none", "neighbour"] = Field(
+        "none", description="where copies in memory are kept: on each rank's own machine, or on the next one as well"
     )
     recheck_bad_steps: Switch = Field(
         False, description="compute a skipped step twice, to tell a machine that errs from data that are bad"

@@ -14,7 +14,7 @@ the host; `StepMetrics` does that when it is asked.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -353,17 +353,17 @@ class Engine:
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
         """Writes a checkpoint folder at `path`, whole or not at all; `extra` is kept in its manifest."""
         self.saver.end()
-        return self.saver.save(Path(path), self._counters(extra), self.extras)
+        return self.saver.save(Path(path), self.counters(extra), self.extras)
 
     def start_save(
         self, path: str | Path, extra: Mapping[str, Any] | None = None, published: Callable[[], None] | None = None
     ) -> Save:
         """Begins to write a checkpoint, of this step, while training goes on; `Save.wait` before the program ends. One
         at a time: waits for the one before. published: called in a thread of the first rank, once it is whole."""
-        state, now = self._counters(extra), self.wrapped is not None  # whose parameters anybody may change
+        state, now = self.counters(extra), self.wrapped is not None  # whose parameters anybody may change
         return self.saver.start(Path(path), state, self.extras, now=now, published=published)
 
-    def _counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    def counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         """What a manifest says of this moment, which is after the last update. Collective."""
         self._take_in()
         learnt = collectives.exchange(self.reducer.learnt(), self.topology.axis("pp"))
@@ -373,14 +373,14 @@ class Engine:
             state["unused"] = self.optimizer.unused.state()
         return state
 
-    def load(self, path: str | Path) -> dict[str, Any]:
+    def load(self, path: str | Path, hashed: Collection[str] | None = None) -> dict[str, Any]:
         """Takes weights, moments, buffers and counters from a checkpoint of any topology, or weights alone from a
         Hugging Face folder; gives back what was saved as extra. CheckpointError, before anything is overwritten, when
-        names or shapes are another model's."""
+        names or shapes are another model's. hashed: see `native.load`."""
         self.saver.end()
         self._take_in()
-        read = hf_import.load if is_hf_folder(Path(path)) else native.load
-        state = read(Path(path), self.optimizer, self.topology, self.config, self.extras)
+        about = (Path(path), self.optimizer, self.topology, self.config, self.extras)
+        state = hf_import.load(*about) if is_hf_folder(Path(path)) else native.load(*about, hashed)
         self.steps, self.consumed = int(state["steps"]), int(state["consumed"])
         self.reducer.restore(state.get("uses", {}))
         if self.optimizer.unused is not None:

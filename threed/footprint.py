@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from threed import collectives
 from threed.blueprint import Blueprint
 from threed.checkpoint.beside import save_bytes
+from threed.checkpoint.copies import memory_bytes
 from threed.checks import LAYER_MAJOR
 from threed.config import Config, ConfigError
 from threed.device import peak_bytes, reset_peak
@@ -51,8 +52,8 @@ STEADY = 3  # rounds after which one more finds the buffers that it needs
 @dataclass(frozen=True)
 class Footprint:
     """bytes: parameters, gradients, optimizer, activations, buffers, `saving` where checkpoints are written beside
-    training, their sum as `peak`; what is kept elsewhere than on the device is `offloaded`, if there is any. sends:
-    bytes over tp, pp, dp and cp in a step."""
+    training, `copies` in the machine's memory, their sum as `peak`; what is kept elsewhere than on the device is
+    `offloaded`, if there is any. sends: bytes over tp, pp, dp and cp in a step."""
 
     bytes: dict[str, int]
     sends: dict[str, int]
@@ -135,7 +136,9 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     elsewhere, gpu = held.pop("offloaded") + _kept_elsewhere(blueprint, chunks), default_device().type == "cuda"
     saving = save_bytes(config.checkpoint, layout, states, gpu)
     held |= {"saving": saving} if saving and not gpu else {}
-    elsewhere += saving if gpu else 0
+    copies = memory_bytes(config, layout, states)
+    held |= {"copies": copies} if copies and not gpu else {}
+    elsewhere += saving + copies if gpu else 0
     held["peak"] = sum(held.values())
     return Footprint({**held, **({"offloaded": elsewhere} if elsewhere else {})}, sends)
 

@@ -49,6 +49,7 @@ def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config
         "model": _resolve_model(config.model, vocab),
         "optim": {"min_lr": config.optim.lr / 10},
         "run": _resolve_run(config),
+        "checkpoint": {"memory_every": int(config.run.replicate == "neighbour")},
     }
     groups = {name: _fill(getattr(config, name), values) for name, values in updates.items()}
     return config.model_copy(update=groups)

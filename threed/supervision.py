@@ -14,7 +14,7 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -57,6 +57,7 @@ class Supervision:
         token = collectives.exchange(secrets.token_hex(4), topology.axis("world"))[0]
         self.watchdog = Watchdog(self.heart, topology.world, config.run.hang_timeout, token)
         self.signals = Signals()
+        self.before_exit: Callable[[], None] = lambda: None  # called where another rank's failure ends this one
         self._over = threading.Event()
         self._failing = False
         self._thread = threading.Thread(target=self._watch, daemon=True, name="threed-supervision")
@@ -110,6 +111,7 @@ class Supervision:
         if failure.a_sibling_failed(*about):
             for line in failure.named(*about):
                 _say(line + failure.attempt())
+            self.before_exit()
             os._exit(TERMINATED)
 
     def _tell(self, error: Exception) -> None:

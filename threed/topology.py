@@ -14,6 +14,8 @@ next).
 from __future__ import annotations
 
 import os
+import secrets
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -68,22 +70,41 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def start(device: torch.device | None = None, timeout: timedelta = TIMEOUT) -> None:
-    """Makes the default process group from torchrun's environment, unless there is one or this process is alone.
-
-    The store is prefixed with the restart count: after an elastic restart the agent's store still holds the keys of
-    the attempt before, and connecting by them fails.
-    """
+    """Makes the default process group from torchrun's environment, unless there is one or this process is alone."""
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: never depend on what its name resolves to
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = dist.PrefixStore(_meet(store, rank, size), store)
     cuda = device is not None and device.type == "cuda"
     dist.init_process_group(
         "nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=timeout,
         device_id=device if cuda else None,
     )  # fmt: skip
+
+
+def _meet(store: dist.Store, rank: int, size: int) -> str:
+    """Returns a name that the ranks of this start, and no others, have for it: a prefix for their keys in the store.
+
+    After a restart torchrun's store still holds the keys of the attempt before, and connecting by them fails. Its count
+    of restarts is no name: each agent has its own, and a change of the nodes counts for none. So each rank leaves a
+    word that is new, and the first one asks at each such word until somebody answers: those of an earlier start do not.
+    """
+    mine = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"meet/{size}/{rank}", mine)
+        name = store.get(f"ask/{mine}").decode()
+        store.set(f"here/{name}/{rank}", "")
+        return name
+    words, answers = ([f"{key}/{other}" for other in range(1, size)] for key in (f"meet/{size}", f"here/{mine}"))
+    asked = set[bytes]()
+    while not store.check(answers):
+        for word in set(store.multi_get(words)) - asked:
+            store.set(f"ask/{word.decode()}", mine)
+            asked.add(word)
+        time.sleep(0.02)
+    return mine
 
 
 def start_from_file(file: str, rank: int, world: int) -> None:
@@ -177,6 +198,22 @@ class Topology:
     def link(self, source: int, target: int) -> Link:
         """The channel from stage `source` to stage `target`, of which this rank is one end."""
         return self._links[source, target]
+
+    def host_links(self, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Link]:
+        """Makes channels for tensors in the host's memory, (source, target) each; returns those of this rank. Their
+        bytes count for no axis. Collective over the world, same pairs."""
+        self._even_out()
+        links, missing = dict[tuple[int, int], Link](), sorted(pairs)
+        while missing:
+            at_once = _disjoint(missing)
+            missing = [pair for pair in missing if pair not in at_once]
+            mine = next((pair for pair in at_once if self.rank in pair), None)
+            ranks = [self.rank] if mine is None else list(mine)
+            group = dist.new_group(ranks, timeout=self.timeout, backend="gloo", use_local_synchronization=True)
+            if mine is not None:
+                axis = Axis("host", mine, mine.index(self.rank), group)
+                links[mine] = Link(mine[1 - axis.index], axis)
+        return links
 
     def shared_axes(self) -> list[Axis]:
         """The axes that gradients may be summed over and this rank is on, in one order that all ranks share."""

@@ -24,13 +24,14 @@ from threed.batches import Batch
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf import export_hf
 from threed.checkpoint.hf_folder import is_hf_folder
-from threed.checkpoint.retention import Retention, after_restart, candidates, job_name
+from threed.checkpoint.retention import Retention, candidates, job_name
 from threed.checkpoint.run_folder import owned, probe
 from threed.clocks import on_one_clock
 from threed.config import Config
 from threed.data import Data, Prefetcher
 from threed.device import name as device_name
 from threed.device import peak_bytes
+from threed.elastic import Memory, resume
 from threed.engine import Engine, StepMetrics
 from threed.footprint import measuring
 from threed.forecast import Forecast
@@ -41,6 +42,7 @@ from threed.schedules import Action, span_and_bubble
 from threed.supervision import Supervision
 
 GIB = 2**30
+BEFORE_EXIT_S = 5.0  # for copies in memory that are written when another rank has failed
 
 
 def resuming_flags(config: Config) -> list[str]:
@@ -93,7 +95,10 @@ class Trainer:
                 self._run()
 
     def _run(self) -> None:
-        extra = self._resume()
+        self.memory = Memory(self.engine, self.folder, lambda text: self.monitor.note(text))
+        extra = resume(self.engine, self.folder, self.retention, self.memory)
+        if extra.get("saved"):
+            self.saves.last_saved = self.engine.steps
         self.begun_step, self.begun_samples = self.engine.steps, self.engine.consumed
         train = self.config.train
         self.last = last = min(train.steps, train.stop_after or train.steps)
@@ -103,7 +108,9 @@ class Trainer:
         with self._monitor(extra, writes) as self.monitor:
             self.guard = Guard(self.engine, self.monitor.note)
             self._log_header(aside)
-            with self.engine.saver.ending(), self.supervision.failing():
+            self.memory.begin()
+            self.supervision.before_exit = lambda: self.memory.finish(BEFORE_EXIT_S)
+            with self.engine.saver.ending(), self.memory.ending(), self.supervision.failing():
                 self._loop(last)
                 if self.profiler is not None:
                     self._end_profile(self.profiler)
@@ -111,6 +118,7 @@ class Trainer:
                 self.saves.end()
             if self.engine.steps != self.saves.last_saved:
                 self._save_at_the_end()
+            self.memory.remove()
             if self.stop and self.engine.steps < last:
                 self._preempted()
             self._end()
@@ -144,27 +152,6 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------------------- beginning
 
-    def _resume(self) -> dict[str, Any]:
-        """Loads the newest checkpoint that is whole; what was saved with it, or nothing."""
-        resume, problems = after_restart(self.folder, self.config.checkpoint.resume), []
-        found = [str(path) for path in candidates(self.folder, resume)]
-        resume, paths = collectives.exchange((resume, found), self.world)[0]
-        for path in paths:
-            try:
-                extra = self.engine.load(path)
-            except CheckpointError as error:
-                if resume != "auto":
-                    raise
-                problems.append(str(error))
-                continue
-            if self.retention.trust(Path(path)) == self.checkpoint(self.engine.steps).name:
-                self.saves.last_saved = self.engine.steps
-            return {**extra, "path": Path(path), "problems": problems}
-        if problems:
-            none = "no checkpoint of this run can be read; --checkpoint.resume none starts anew and keeps them aside"
-            raise CheckpointError("; ".join([*problems, none]))
-        return {}
-
     def _monitor(self, extra: dict[str, Any], writes: bool) -> Monitor:
         log, saved = self.config.log, extra.get("wandb")
         run_id = saved if isinstance(saved, str) else None
@@ -189,7 +176,9 @@ class Trainer:
                 note(line)
         for problem in self.extra.get("problems", ()):
             note(f"skipped a checkpoint: {problem}")
-        if "path" in self.extra:
+        if "resumed" in self.extra:
+            note(f"resumed    {self.extra['resumed']}")
+        elif "path" in self.extra:
             begun = is_hf_folder(self.extra["path"])
             note(f"{'begun from' if begun else 'resumed   '} {self.extra['path']}{', with moments of zero' * begun}")
         if aside:
@@ -340,6 +329,8 @@ class Trainer:
         if due and not self.stop and not self.guard.puts_off():
             self._save(beside=step < self.last)
             self.stop.now()  # else a run that was asked meanwhile would save twice
+        if step < self.last and not self.stop:
+            self.memory.save_if_due(step, self._beside)
         return time.perf_counter() - begin
 
     def _save(self, beside: bool = False) -> None:

@@ -36,7 +36,7 @@ from threed.topology import Topology
 from threed.zero.layout import Layout
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import states
-from threed.zero.snapshot import Room, Snapshot, copy_bytes
+from threed.zero.snapshot import Room, Snapshot, copy_bytes, hold
 from threed.zero.state import PREVIOUS, WEIGHT, State
 
 PATIENCE_S = 20.0  # for a save that is written when a run fails
@@ -196,7 +196,7 @@ class Saver:
         assert self.room is not None
         self.optimizer.flush()
         snapshot = Snapshot(saving.records, self.optimizer, self.room)
-        self.optimizer.before_change = snapshot.release
+        hold(self.optimizer, "disk", snapshot)
         self.last = Save(saving, snapshot, time.perf_counter() - began, published, self.before_publishing)
         if now:  # with the thread under way, for only what it has written makes room in a window
             snapshot.release_all()
@@ -208,11 +208,17 @@ def save_bytes(asked: CheckpointConfig, layout: Layout, states: Sequence[State],
     of a layout; none where training waits for saves."""
     if not asked.every or asked.async_ is False:
         return 0
+    writing = (_first_writer(h).extents() for h in held(layout, on_paper(layout, states)))
+    return copy_bytes(chain.from_iterable(writing), layout.policy, gpu)
+
+
+def on_paper(layout: Layout, states: Sequence[State]) -> list[State]:
+    """Returns all states that a rank will have, as a forecast: those of a layout, of frozen parameters, and of the
+    version before."""
     others = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
     if layout.policy.versions > 1:
         others += [State(bucket, {PREVIOUS: bucket.storage}) for bucket in layout.buckets]
-    writing = (_first_writer(h).extents() for h in held(layout, [*states, *others]))
-    return copy_bytes(chain.from_iterable(writing), layout.policy, gpu)
+    return [*states, *others]
 
 
 def _first_writer(held: Held) -> Held:

@@ -36,9 +36,9 @@ Look = Callable[[int, memoryview], None]  # first byte in its file, bytes; they 
 
 
 class Hashes(NamedTuple):
-    """tree, sum: in hex; sum is None where there is no native library."""
+    """tree, sum: in hex; sum is None where there is no native library. Of copies in memory there is a sum alone."""
 
-    tree: str
+    tree: str | None
     sum: str | None
 
 

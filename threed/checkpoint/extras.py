@@ -55,9 +55,9 @@ class Extras:
                 stacklevel=4,
             )
 
-    def entries(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns this rank's entries of the manifest, and their values: uint8 [n] by key."""
-        owned = self.buffers.owned()
+    def entries(self, any_copy: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Returns this rank's entries of the manifest, and their values: uint8 [n] by key. any_copy: see `owned`."""
+        owned = self.buffers.owned(any_copy)
         states = rng_states(self.topology.device) if self.generators else {}
         about = {
             "buffers": [[name, dtype_name(value), list(value.shape)] for name, value in owned.items()],

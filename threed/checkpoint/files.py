@@ -57,14 +57,15 @@ def stream_tensors(
     """
     nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in about.values())
     with Sink(path, nbytes, limit, hurries) as sink:
-        for part in _parts(about, tensors, metadata or {}):
+        for part in parts(about, tensors, metadata or {}):
             sink.write(part)
     return sink.hashes
 
 
-def _parts(
+def parts(
     about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor], metadata: Mapping[str, str]
 ) -> Iterator[bytes | Tensor]:
+    """Yields the bytes of a safetensors file of tensors that come one by one; see `stream_tensors`."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, (dtype, shape) in about.items():

@@ -83,11 +83,18 @@ class _Boxes(_File):
 
 
 class _Numbers(_File):
-    """A file of version 3. holds: (section, number) of each that it has a number of. tree, sum: see `checksum`."""
+    """A file of version 3. holds: (section, number) of each that it has a number of. tree, sum: see `checksum`; in a
+    machine's memory there may be a sum alone."""
 
-    tree: Hash
+    tree: Hash | None
     sum: Hash | None
     holds: list[Number]
+
+    @model_validator(mode="after")
+    def _has_a_hash(self) -> _Numbers:
+        if self.tree is None and self.sum is None:
+            raise ValueError("a file needs a hash")
+        return self
 
 
 class _Line(_Strict):
@@ -270,7 +277,8 @@ def _is_intact(file: Path, entry: Mapping[str, Any], thorough: bool, look: Look 
     if "tree" not in entry:
         return sha256(file) == entry["sha256"]
     pieces = None if look is None else partial(look, entry["file"])
-    found = None if thorough or entry["sum"] is None else checksum(file, pieces, direct)
+    light = entry["sum"] is not None and not (thorough and entry["tree"] is not None)
+    found = checksum(file, pieces, direct) if light else None
     return tree_hash(file, pieces, direct) == entry["tree"] if found is None else found == entry["sum"]
 
 

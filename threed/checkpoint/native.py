@@ -11,7 +11,7 @@ the manifest is written last, and the folder renamed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby, zip_longest
@@ -41,18 +41,23 @@ from threed.zero.records import PREVIOUS, WEIGHT, begin_anew, fill_in_place, rea
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
-def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras) -> dict[str, Any]:
+def load(
+    path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras,
+    hashed: Collection[str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Fills the optimizer and the buffers from a checkpoint of any topology; returns its counters. Collective.
 
-    Every rank hashes a share of the files; CheckpointError on all of them when one is damaged or another model's. Then
-    everything is as it was: files are hashed before anything is overwritten, or, where only initial values are, while
-    they are read (`placing`), and what they overwrote is initialised again.
+    Every rank hashes a share of the files, or those named `hashed` where not all of them are on its machine;
+    CheckpointError on all of them when one is damaged or another model's. Then everything is as it was: files are
+    hashed before anything is overwritten, or, where only initial values are, while they are read (`placing`), and what
+    they overwrote is initialised again.
     """
     everyone = topology.axis("world")
-    checked, problems = _checked(path, optimizer, config, everyone)
+    checked, problems = _checked(path, optimizer, config, everyone, hashed)
     _refuse(problems, everyone)
     assert checked is not None
     manifest, reader = checked
+    share = _share(manifest, everyone, hashed)
     here, old = fit.expected(optimizer, extras.buffers, topology), manifest["version"] == 1
     other = "; ".join(_differences(reader, here, old))
     fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict by hand"
@@ -64,9 +69,9 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     placing = Placing(reader, here.trained, lambda part, name: part not in (WEIGHT, PREVIOUS) and name in fresh)
     unreadable = _attempt(path, lambda: _planned(path, placing, optimizer, extras, everyone.index if same else None))
     if any(collectives.exchange(bool(unreadable), everyone)):
-        _refuse(_attempt(path, lambda: verify(path, manifest, everyone.index, everyone.size)), everyone)  # says more
+        _refuse(_attempt(path, lambda: verify(path, share)), everyone)  # says more
         _refuse(unreadable, everyone)
-    _overwrite(path, manifest, placing, optimizer, everyone)
+    _overwrite(path, share, manifest["version"] < 3, placing, optimizer, everyone)
 
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
@@ -81,7 +86,7 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
 
 
 def _checked(
-    path: Path, optimizer: Optimizer, config: Config, everyone: Axis
+    path: Path, optimizer: Optimizer, config: Config, everyone: Axis, hashed: Collection[str] | None
 ) -> tuple[tuple[dict[str, Any], Reader] | None, list[str]]:
     """Returns manifest and reader of a checkpoint, or what is wrong with it, as this rank sees it.
 
@@ -93,14 +98,22 @@ def _checked(
         manifest = read_manifest(path)
         parts = optimizer.rule.state_names
         problems = model_differences(manifest, config) or optimizer_differences(manifest, config, parts)
-        look_at = missing if manifest["version"] == 3 else verify
-        problems = problems or look_at(path, manifest, everyone.index, everyone.size)
+        mine = _share(manifest, everyone, hashed)
+        problems = problems or (missing if manifest["version"] == 3 else verify)(path, mine)
         if not problems:
             found.append((manifest, Reader(path, manifest)))
         return problems
 
     problems = _attempt(path, check)
     return (None if problems else found[0]), problems
+
+
+def _share(manifest: Mapping[str, Any], everyone: Axis, hashed: Collection[str] | None) -> dict[str, Any]:
+    """Returns the files that this rank is to look at, as a manifest has them."""
+    files = manifest["files"]
+    if hashed is None:
+        return {"files": files[everyone.index :: everyone.size]}
+    return {"files": [entry for entry in files if entry["file"] in hashed]}
 
 
 def _attempt(path: Path, look: Callable[[], list[str]]) -> list[str]:
@@ -127,13 +140,14 @@ def _planned(path: Path, placing: Placing, optimizer: Optimizer, extras: Extras,
     return [f"{path}: {problem}" for problem in problems]
 
 
-def _overwrite(path: Path, manifest: dict[str, Any], placing: Placing, optimizer: Optimizer, everyone: Axis) -> None:
-    """Hashes this rank's share of the files, and sets all states. CheckpointError on every rank: then all is as it was,
-    or, where values are not finite or not to be read, marked as torn."""
+def _overwrite(
+    path: Path, share: Mapping[str, Any], known: bool, placing: Placing, optimizer: Optimizer, everyone: Axis
+) -> None:
+    """Hashes this rank's share of the files unless they are `known` to be whole, and sets all states. CheckpointError
+    on every rank: then all is as it was, or, where values are not finite or not to be read, marked as torn."""
     reader, initial = placing.reader, optimizer.initial
-    check = partial(verify, path, manifest, everyone.index, everyone.size)
-    known = manifest["version"] < 3
-    alone = placing.reads_only([entry["file"] for entry in manifest["files"][everyone.index :: everyone.size]])
+    check = partial(verify, path, share)
+    alone = placing.reads_only([entry["file"] for entry in share["files"]])
     found = collectives.exchange([optimizer.torn or initial is not None, alone], everyone)
     nobody_would_miss_it, nobody_reads_them_again = (all(flags) for flags in zip(*found, strict=True))
     if not (known or nobody_would_miss_it):

@@ -55,11 +55,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """A box of a tensor as it was saved. ranges(part, first, last): where elements of it are, in row-major order."""
+    """A box of a tensor as it was saved. ranges(part, first, last): where elements of it are, in row-major order.
+    files(first, last): the names of the files that have them; they need not be there."""
 
     start: Sequence[int]
     size: Sequence[int]
     ranges: Callable[[str, int, int], Iterator[Range]]
+    files: Callable[[int, int], set[str]]
 
 
 class Reader:
@@ -93,7 +95,7 @@ class Reader:
         """Of version 1 or 2, whose files are all checked here."""
         for entry in files:
             for number, (part, name, shape, start, size) in enumerate(entry["boxes"]):
-                self._add(part, name, Stored(start, size, _in_one(entry["file"], str(number))))
+                self._add(part, name, Stored(start, size, *_in_one(entry["file"], str(number))))
                 self.shapes[name] = tuple(shape)
         for entry in files:
             inside = self._file(entry["file"]).tensors
@@ -111,7 +113,7 @@ class Reader:
         for section, some in zip(self._sections, holders, strict=True):
             for number, line in enumerate(section.lines):
                 for name, start, size, at in line.pieces:
-                    stored = Stored(start, size, self._in_line(section, number, at, some))
+                    stored = Stored(start, size, *self._in_line(section, number, at, some))
                     for part in section.parts:
                         self._add(part, name, stored)
                         if self._dtypes.setdefault((part, name), section.dtype) != section.dtype:
@@ -123,14 +125,17 @@ class Reader:
 
     def _in_line(
         self, section: Section, line: int, at: int, holders: Mapping[int, tuple[str, str]]
-    ) -> Callable[[str, int, int], Iterator[Range]]:
+    ) -> tuple[Callable[[str, int, int], Iterator[Range]], Callable[[int, int], set[str]]]:
         def ranges(part: str, first: int, last: int) -> Iterator[Range]:
             for number, lo, hi in section.between(line, at + first, at + last):
                 file, key = holders[number]
                 self._file(file)  # checked, before the arithmetic of a section is believed
                 yield Range(file, key, section.offset(number, line, part, lo), hi - lo)
 
-        return ranges
+        def files(first: int, last: int) -> set[str]:
+            return {holders[number][0] for number, *_ in section.between(line, at + first, at + last)}
+
+        return ranges, files
 
     # --------------------------------------------------------------------------------------------------------- files
 
@@ -201,10 +206,8 @@ class Reader:
         """Raises CheckpointError unless a box is complete, and the files that it is in are as the manifest says."""
         if problem := self.gap(part, name, start, size):
             raise CheckpointError(problem)
-        for stored, (first, extent) in self._meeting(part, name, start, size):
-            inside = [a - o for a, o in zip(first, stored.start, strict=True)]
-            end = [a + n - 1 for a, n in zip(inside, extent, strict=True)]
-            for _ in stored.ranges(part, _flat(inside, stored.size), _flat(end, stored.size) + 1):
+        for stored, common in self._meeting(part, name, start, size):
+            for _ in stored.ranges(part, *_elements(stored, *common)):
                 pass
 
     def places(self, part: str, name: str, start: Sequence[int], size: Sequence[int]) -> list[Place] | None:
@@ -225,6 +228,11 @@ class Reader:
                 found.append(Place(file, self._file(file).tensors[key][2] + begin * width, to, count))
                 to += count
         return found
+
+    def files_of(self, part: str, name: str, start: Sequence[int], size: Sequence[int]) -> set[str]:
+        """Returns the names of the files that a box is in; they need not be there."""
+        meeting = self._meeting(part, name, start, size)
+        return {file for stored, common in meeting for file in stored.files(*_elements(stored, *common))}
 
     def dtype(self, part: str, name: str) -> torch.dtype:
         """Returns the dtype that a part of a tensor was saved in."""
@@ -299,11 +307,18 @@ class Reader:
         return {name: self._file(file).tensor(f"generator/{name}") for name in names}
 
 
-def _in_one(file: str, key: str) -> Callable[[str, int, int], Iterator[Range]]:
+def _in_one(file: str, key: str) -> tuple[Callable[[str, int, int], Iterator[Range]], Callable[[int, int], set[str]]]:
     def ranges(part: str, first: int, last: int) -> Iterator[Range]:
         yield Range(file, key, first, last - first)
 
-    return ranges
+    return ranges, lambda first, last: {file}
+
+
+def _elements(stored: Stored, start: Shape, size: Shape) -> tuple[int, int]:
+    """Returns the elements [first, last) of a stored box that a part of it spans."""
+    inside = [a - o for a, o in zip(start, stored.start, strict=True)]
+    end = [a + n - 1 for a, n in zip(inside, size, strict=True)]
+    return _flat(inside, stored.size), _flat(end, stored.size) + 1
 
 
 def _strides(size: Sequence[int]) -> list[int]:

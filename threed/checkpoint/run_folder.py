@@ -122,14 +122,14 @@ class Run:
         """Returns this process."""
         since, attempt = time.strftime("%Y-%m-%d %H:%M:%S"), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         pid = os.getpid()
-        return cls(platform.node(), _machine(), pid, _started(pid), since, secrets.token_hex(8), job, attempt)
+        return cls(platform.node(), _machine(), pid, started(pid), since, secrets.token_hex(8), job, attempt)
 
     def is_over(self, file: Path, successor: Run, patience: float) -> bool:
         """Returns whether the run of `file` has ended, or is an earlier attempt of the successor's job."""
         if self.ended or (self.job is not None and self.job == successor.job and self.attempt < successor.attempt):
             return True
         if self.machine == successor.machine:
-            return _started(self.pid) != self.started
+            return started(self.pid) != self.started
         return not _is_renewed(file, patience)
 
 
@@ -141,7 +141,7 @@ def _machine() -> str:
     return platform.node()
 
 
-def _started(pid: int) -> str:
+def started(pid: int) -> str:
     """Returns when a process started, in ticks since boot; nothing for one that has ended (a zombie has)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -151,7 +151,8 @@ class Section:
 class Held:
     """A section that a rank holds a portion of, which is one of several `copies`; this one is number `copy` of them.
 
-    states: of every line, in the order of its windows. shapes: of the global tensors, by name.
+    states: of every line, in the order of its windows. shapes: of the global tensors, by name. chosen: the number to
+    write, if it does not follow from the copies.
     """
 
     section: Section
@@ -160,10 +161,13 @@ class Held:
     copy: int
     states: list[list[State]]
     shapes: dict[str, tuple[int, ...]]
+    chosen: int | None = None
 
     @property
     def number(self) -> int | None:
         """What of the section this rank writes; None if others write all of its portion."""
+        if self.chosen is not None:
+            return self.chosen
         writers = self.section.writers
         # Not always the first copies, nor the same ones: by the portion, and by what the section is.
         turn = zlib.crc32(self.section.digest.encode()) + self.portion

@@ -77,21 +77,25 @@ def prepare(
     sizes = collectives.exchange(nbytes, everyone)
     problem, token = _begin(path, sum(sizes)) if everyone.index == 0 else (None, "")
     problem, token = collectives.exchange([problem, token], everyone)[0]
+    about = head(optimizer, topology, config, state)
+    limit = _share(config.checkpoint.write_limit_mib, sizes, everyone.index)
+    described = mine if topology.axis("dp").index == 0 else []
+    mine = [h for h in mine if h.number is not None]
+    saving = Saving(path, everyone, token, mine, described, said, beside, about, problem, limit)
+    saving.agree()
+    return saving
+
+
+def head(optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a manifest without sections and files: what is saved as one thing. The host waits for it."""
     counters = {"updates": float(optimizer.updates), "skips": float(optimizer.skips), **optimizer.scaler.state()}
-    counters |= optimizer.bad.state()
-    head = {
+    return {
         "format": FORMAT,
         "version": VERSION,
         "config": config.model_dump(mode="json"),
         "topology": topology.sizes,
-        "state": {**state, **counters},
+        "state": {**state, **counters, **optimizer.bad.state()},
     }
-    limit = _share(config.checkpoint.write_limit_mib, sizes, everyone.index)
-    described = mine if topology.axis("dp").index == 0 else []
-    mine = [h for h in mine if h.number is not None]
-    saving = Saving(path, everyone, token, mine, described, said, beside, head, problem, limit, hurries)
-    saving.agree()
-    return saving
 
 
 def _begin(path: Path, needed: int) -> tuple[str | None, str]:

@@ -1,0 +1,469 @@
+"""Runs that go on from their machines' memory, on as many machines as before, fewer or more.
+
+A machine is a folder that is named as memory: in the fast tests that of two ranks of one world, in the others that of
+an agent of torchrun. `python -m pytest tests/test_elastic.py -m "grid or not grid"` does all; FAULT_RESULTS and
+FAULT_REPEATS are those of `tests/test_faults.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.harness import free_port, run_ranks, run_script
+from tests.runs import open_text, run
+from tests.test_faults import SCRIPT, done_before, environment, prepare, saved
+from tests.test_faults import losses as told
+from threed import collectives
+from threed.checkpoint import node_memory
+from threed.checkpoint.run_folder import RunFolderError
+from threed.monitor import metrics
+from threed.topology import Topology
+from threed.trainer import Trainer
+
+STEPS, BROKEN = 10, 7  # a run ends after so many, and broken off before this one
+Keys = dict[str, dict[str, Any]]
+SLICED: Keys = {"zero": {"stage": 1, "bucket_mib": 0.01}}
+NEIGHBOUR: Keys = {"run_keys": {"replicate": "neighbour"}}
+
+
+def keys_of(folder: Path, keys: Keys, world: int) -> Keys:
+    said = {"train": {"stop_after": STEPS, "global_batch": 8}, "checkpoint": {"every": 4, "async_": False}, **keys}
+    said["checkpoint"] = {"memory_every": 1, "every": 4, "async_": False, **keys.get("checkpoint", {})}
+    said["run"] = {"dir": str(folder / "run"), "name": "run", **said.pop("run_keys", {})}
+    return said
+
+
+@contextmanager
+def on_machine(folder: Path, number: int) -> Iterator[None]:
+    place = folder / f"memory-{number}"
+    place.mkdir(parents=True, exist_ok=True)
+    with mock.patch.dict(os.environ, {node_memory.FOLDER: str(place)}):
+        yield
+
+
+@contextmanager
+def broken_off(before: int | None) -> Iterator[None]:
+    """Has every rank fail before a step."""
+    one_step = Trainer._one_step
+
+    def failing(self: Trainer, *batches: Any) -> None:
+        if self.engine.steps + 1 == before:
+            raise RuntimeError("planted")
+        one_step(self, *batches)
+
+    with mock.patch.object(Trainer, "_one_step", failing):
+        yield
+
+
+def runs(
+    folder: Path, cases: dict[str, Keys], world: int, before: int | None = None, machines: int = 2
+) -> dict[str, str]:
+    """Runs cases on this rank, each in its folder: what it printed, or why it failed."""
+    rank = Topology().rank if world > 1 else 0
+    said = {}
+    for name, keys in cases.items():
+        here = folder / name
+        here.mkdir(parents=True, exist_ok=True)
+        data = open_text(here)
+        with on_machine(here, rank * machines // world), broken_off(before):
+            try:
+                said[name] = run(here, data, world, **keys_of(here, keys, world))
+            except (RuntimeError, RunFolderError) as error:
+                said[name] = f"{type(error).__name__}: {error}"
+        if world > 1:
+            collectives.barrier(Topology().axis("world"))
+    return said
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["train/loss"] for row in metrics.read(folder / "run" / "metrics.jsonl")]
+
+
+def resumed(text: str) -> str:
+    return next((line.removeprefix("resumed    ") for line in text.splitlines() if line.startswith("resumed ")), "")
+
+
+def checkpoint(folder: Path, step: int) -> str:
+    return str(folder / "run" / "checkpoints" / f"step-{step}")
+
+
+def in_memory(folder: Path) -> list[Path]:
+    return sorted(folder.glob("memory-*/threed-*/*/*/slot-*/*"))
+
+
+CHECKPOINT = "the newest checkpoint is step 4"
+FROM_ONE = f"step 6 from the memory of 1 machine; {CHECKPOINT}"
+TWO_LAYERS = {"layers": 2, "hidden": 16, "heads": 2, "seq": 16}
+FEWER: dict[str, tuple[Keys, str]] = {
+    "slices, a neighbour": ({**SLICED, **NEIGHBOUR}, FROM_ONE),
+    "slices alone": (SLICED, "step-4"),
+    "whole states": ({"zero": {"stage": 0}}, FROM_ONE),
+    "slices in groups of a machine": ({"zero": {"stage": 2, "shard_size": 2, "bucket_mib": 0.01}}, FROM_ONE),
+    "tensor ranks, ZeRO 3": ({"zero": {"stage": 3, "resident": 0}, "parallel": {"tp": 2}, **NEIGHBOUR}, FROM_ONE),
+    "stages": ({"parallel": {"pp": 2}, "model": TWO_LAYERS, **NEIGHBOUR}, FROM_ONE),
+    "every third step": (
+        {**SLICED, **NEIGHBOUR, "checkpoint": {"memory_every": 3, "every": 0}},
+        "step 6 from the memory of 1 machine; there is no checkpoint",
+    ),
+}
+
+
+def straight(folder: Path) -> dict[str, list[float]]:
+    """The losses of runs of one rank that nothing happened to, of one layer and of two."""
+    data = open_text(folder)
+    found = {}
+    for name, model in (("one", {}), ("two", {"model": TWO_LAYERS})):
+        run(folder, data, 1, train={"stop_after": STEPS, "global_batch": 8}, run={"dir": str(folder / name)}, **model)
+        found[name] = [row["train/loss"] for row in metrics.read(folder / name / "metrics.jsonl")]
+    return found
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    return run_ranks(1, straight, tmp_path_factory.mktemp("straight"))[0]  # type: ignore[no-any-return]
+
+
+def went_on(folder: Path, said: str, expected: str, truth: list[float]) -> None:
+    """A run took what it should, has the losses of one that nothing happened to, and left nothing in memory."""
+    assert resumed(said).removeprefix(str(folder / "run" / "checkpoints") + "/") == expected, said
+    assert losses(folder) == pytest.approx(truth, abs=1e-9)
+    assert in_memory(folder) == []
+
+
+def test_fewer_machines_go_on_from_the_memory_that_is_left(tmp_path: Path, truth: dict[str, list[float]]) -> None:
+    """Four ranks on two machines are broken off, and one machine with its memory is gone: two ranks go on."""
+    cases = {name: keys for name, (keys, _) in FEWER.items()}
+    for said in run_ranks(4, runs, tmp_path, cases, 4, BROKEN):
+        assert set(said.values()) == {"RuntimeError: planted"}
+    for number, name in enumerate(FEWER):
+        shutil.rmtree(tmp_path / name / f"memory-{number % 2}")  # the first, or the second
+        (tmp_path / name / f"memory-{1 - number % 2}").rename(tmp_path / name / "memory-0")
+    said = run_ranks(2, runs, tmp_path, cases, 2, None, 1)[0]
+    for name, (keys, expected) in FEWER.items():
+        went_on(tmp_path / name, said[name], expected, truth["two" if "model" in keys else "one"])
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
+
+
+def newest(folder: Path, step: int, machine: int = 0) -> Path:
+    """The slot of a step on a machine."""
+    slots = folder.glob(f"memory-{machine}/threed-*/*/*/slot-*")
+    return next(slot for slot in slots for file in slot.glob("entry-*") if f'"step": {step},' in file.read_text())
+
+
+def test_as_many_machines_or_more(tmp_path: Path, truth: dict[str, list[float]]) -> None:
+    """Two machines with their memory; one of them with damage there; and one that gets a second beside it."""
+    same = ("same", "tensor ranks", "damaged", "a file is gone", "all damaged")
+    keys = {**SLICED, "checkpoint": {"every": 5}}
+    cases: dict[str, Keys] = {**dict.fromkeys(same, keys), "tensor ranks": {**keys, "parallel": {"tp": 2}}}
+    run_ranks(4, runs, tmp_path, cases, 4, BROKEN)
+    run_ranks(2, runs, tmp_path, {"more": keys}, 2, BROKEN, 1)
+    flip(next(newest(tmp_path / "damaged", 6, 1).glob("*.safetensors")))
+    next(newest(tmp_path / "a file is gone", 6, 1).glob("*.safetensors")).unlink()
+    for step in (5, 6):
+        flip(next(newest(tmp_path / "all damaged", step).glob("*.safetensors")))
+    said = run_ranks(4, runs, tmp_path, {**cases, "more": keys}, 4)[0]
+    two = "from the memory of 2 machines; the newest checkpoint is step 5"
+    for name in ("same", "tensor ranks"):
+        went_on(tmp_path / name, said[name], f"step 6 {two}", truth["one"])
+    went_on(
+        tmp_path / "more",
+        said["more"],
+        "step 6 from the memory of 1 machine; the newest checkpoint is step 5",
+        truth["one"],
+    )
+    for name, problem in (("damaged", "is damaged"), ("a file is gone", "No such file"), ("all damaged", "is damaged")):
+        went_on(tmp_path / name, said[name], "step-5", truth["one"])  # memory of step 5 is no newer
+        assert re.search(f"skipped a checkpoint: .*{problem}", said[name]), said[name]
+
+
+def exactly(folder: Path) -> None:
+    """In one rank: what is in memory goes on exactly; a start that goes another way drops it."""
+    data = open_text(folder)
+
+    def start(before: int | None, resume: str = "auto", every: int | None = 1, **more: Any) -> str:
+        asked: Keys = {"checkpoint": {"every": 0, "memory_every": every, "resume": resume, **more}}
+        with on_machine(folder, 0), broken_off(before):
+            try:
+                return run(folder, data, 1, **keys_of(folder, asked, 1))
+            except RuntimeError as error:
+                return str(error)
+
+    def base() -> list[int] | None:
+        """The step that the newest start took from memory."""
+        return json.loads((folder / "run" / "memory.json").read_text())["base"]  # type: ignore[no-any-return]
+
+    assert start(4) == "planted"
+    assert resumed(start(None)) == "step 3 from the memory of 1 machine; there is no checkpoint"
+    whole = losses(folder)
+    assert start(5, "none") == "planted"
+    assert start(3, "none") == "planted"  # anew: step 4 of the start before is of another run
+    assert start(6) == "planted"
+    assert base() == [4, 2]
+    flip(next(newest(folder, 5).glob("*.safetensors")))
+    said = start(None)
+    assert resumed(said) == "step 4 from the memory of 1 machine; there is no checkpoint"
+    assert re.search("skipped a checkpoint: .*is damaged", said)
+    assert losses(folder) == whole
+    assert start(5, "none") == "planted"
+    assert start(3, "auto", None) == "planted"  # without copies
+    assert not (folder / "run" / "memory.json").exists()
+    assert resumed(start(None)) == ""
+    assert losses(folder) == whole
+
+
+def test_memory_belongs_to_the_start_that_left_it(tmp_path: Path) -> None:
+    run_ranks(1, exactly, tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------- torchrun's agents
+
+LAST = 14
+FLAGS = (
+    "--preset tiny --data.path text.txt --model.layers 2 --model.hidden 32 --train.global-batch 8 --log.wandb off"
+    f" --log.every 1 --train.sample-tokens 0 --precision.dtype fp64 --train.steps {LAST} --checkpoint.every 4"
+    " --checkpoint.async false"
+).split()
+STORE = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("localhost", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+time.sleep(600)
+"""
+NEXT_ONE, ALONE = ("--run.replicate", "neighbour"), ("--checkpoint.memory-every", "1")
+
+
+@dataclass(frozen=True)
+class Story:
+    """What happens to the agents of a job: `begin` are there at first; once step 6 is done and in memory some are lost,
+    with their ranks and their memory, and after step 9 some come. Ranks wait for that before steps 7 and 10.
+
+    says: a line that is expected. exact: the ranks are as many at the end. code: of the agents that are left.
+    """
+
+    name: str
+    says: str
+    begin: str = "ab"
+    lost: str = ""
+    come: str = ""
+    ranks: int = 1
+    flags: tuple[str, ...] = NEXT_ONE
+    kill_a_rank: bool = False
+    exact: bool = False
+    store: bool = False
+    code: int = 0
+    always: bool = False
+
+
+TWELVE = ("--train.global-batch", "12")
+MEMORY = r"resumed    step 6 from the memory of {} machine.*; the newest checkpoint is step 4"
+SAVED = r"resumed    runs/tiny/checkpoints/step-\d+"
+STORIES = [
+    Story("lost", MEMORY.format(1), lost="b", always=True),
+    Story("lost-without-neighbour", SAVED, lost="b", flags=ALONE),
+    Story("lost-whole-states", MEMORY.format(1), lost="b", flags=(*ALONE, "--zero.stage", "0")),
+    Story("lost-tensor-ranks", MEMORY.format(1), lost="b", ranks=2, flags=(*NEXT_ONE, "--parallel.tp", "2")),
+    Story("lost-rank-0", MEMORY.format(1), lost="a", store=True),
+    Story("lost-one-of-three", MEMORY.format(2), begin="abc", lost="c", flags=(*NEXT_ONE, *TWELVE)),
+    Story("a-rank-killed", MEMORY.format(2), kill_a_rank=True, exact=True),
+    Story("added", SAVED, begin="a", come="b", always=True),
+    Story("lost-and-added", SAVED, lost="b", come="c", exact=True),
+    Story("lost-store", "", lost="a", code=1),
+]  # fmt: skip
+
+
+class Agents:
+    """Agents of one job on this machine, each with a memory of its own."""
+
+    def __init__(self, story: Story, folder: Path) -> None:
+        self.story, self.folder, self.port = story, folder, free_port()
+        self.known: dict[str, subprocess.Popen[str]] = {}
+        self.store = None
+        if story.store:
+            self.store = subprocess.Popen([sys.executable, "-c", STORE, str(self.port)])
+
+    def start(self, name: str) -> None:
+        hosts = "false" if self.known or self.store else "true"
+        # A busy machine is late with its beats; whom others give up for that goes on beside them, as a job of its own.
+        beats = 8 if self.story.lost else 60
+        quick = (
+            f"join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt={beats},is_host={hosts}"
+        )
+        line = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "1:3",
+            "--nproc-per-node",
+            str(self.story.ranks),
+        ]
+        line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--rdzv-id", "job"]
+        line += [
+            "--rdzv-conf",
+            f"{quick},is_host={hosts}",
+            "--max-restarts",
+            "3",
+            "--monitor-interval",
+            "0.2",
+            "--local-addr",
+            "localhost",
+        ]
+        (self.folder / f"memory-{name}").mkdir(exist_ok=True)
+        about = environment(self.folder, "rank=all step=7 at=step do=hold-lost;rank=all step=10 at=step do=hold-come")
+        about |= {"FAULT_ATTEMPTS": "all", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        about |= {node_memory.FOLDER: str(self.folder / f"memory-{name}")}
+        with (self.folder / f"{name}.log").open("w") as log:
+            self.known[name] = subprocess.Popen(
+                [*line, SCRIPT, *FLAGS, *self.story.flags],
+                cwd=self.folder,
+                env=about,
+                stdout=log,
+                stderr=log,
+                text=True,
+            )
+
+    def ranks(self, name: str) -> list[int]:
+        """The processes of an agent's ranks."""
+        pid = self.known[name].pid
+        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def lose(self, name: str) -> None:
+        """The machine goes: agent, ranks and memory."""
+        for pid in (*self.ranks(name), self.known[name].pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.known.pop(name).wait()
+        shutil.rmtree(self.folder / f"memory-{name}")
+
+    def steps(self) -> int:
+        """The newest step that is told of."""
+        file = self.folder / "runs" / "tiny" / "metrics.jsonl"
+        return max((int(row["step"]) for row in metrics.read(file)), default=0) if file.exists() else 0
+
+    def wait_for(self, step: int) -> None:
+        end = time.monotonic() + 120
+        while self.steps() < step:
+            assert time.monotonic() < end, self.said()
+            assert all(agent.poll() is None for agent in self.known.values()), self.said()
+            time.sleep(0.05)
+
+    def said(self) -> str:
+        return "".join(file.read_text() for file in sorted(self.folder.glob("*.log")))
+
+    def codes(self) -> set[int]:
+        return {agent.wait(120) for agent in self.known.values()}
+
+    def end(self) -> None:
+        for agent in (*self.known.values(), *([self.store] if self.store else [])):
+            agent.kill()
+            agent.wait()
+
+
+def wait_until(true: Callable[[], bool], agents: Agents) -> None:
+    end = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < end, agents.said()
+        time.sleep(0.05)
+
+
+def whole(folder: Path, step: int, machines: int) -> bool:
+    """Whether a step is in the memory of all machines."""
+    files = (file for file in folder.glob("memory-*/threed-*/*/*/slot-*/*.json") if f'"step": {step},' in text_of(file))
+    return len({file.relative_to(folder).parts[0] for file in files}) == machines
+
+
+def text_of(file: Path) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        return file.read_text()
+    return ""
+
+
+def tell(story: Story, folder: Path) -> dict[str, Any]:
+    """Plays a story to its end; what was seen."""
+    prepare(folder)
+    began, agents = time.monotonic(), Agents(story, folder)
+    seen: dict[str, Any] = {}
+    try:
+        for name in story.begin:
+            agents.start(name)
+        agents.wait_for(6)
+        wait_until(lambda: whole(folder, 6, len(story.begin)), agents)
+        if story.kill_a_rank:
+            os.kill(agents.ranks("b")[0], signal.SIGKILL)
+        for name in story.lost:
+            agents.lose(name)
+        when = time.monotonic()
+        (folder / "lost").touch()
+        if story.code == 0 and (story.lost or story.kill_a_rank):
+            agents.wait_for(7)
+            seen["recovered_s"] = round(time.monotonic() - when, 1)
+        if story.come:
+            agents.wait_for(9)
+            agents.start(story.come)
+            wait_until(lambda: "closing signal SIGTERM" in agents.said(), agents)
+        (folder / "come").touch()
+        assert agents.codes() == {story.code}, agents.said()
+    finally:
+        agents.end()
+    said = agents.said()
+    assert len(re.findall(story.says, said)) >= 1, said
+    return {"exit": story.code, "seconds": round(time.monotonic() - began, 1), **seen, "steps": saved(folder)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[tuple[str, ...], list[tuple[int, float]]]:
+    """The losses of runs that nothing happened to, by flags and ranks, once they were asked for."""
+    return {}
+
+
+def played(story: Story, folder: Path, undisturbed: dict[Any, Any]) -> dict[str, Any]:
+    key = (story.flags, len(story.begin) * story.ranks)
+    if key not in undisturbed:
+        straight = prepare(folder / "straight")
+        done = run_script(key[1], [SCRIPT, *FLAGS, *story.flags], straight, environment(straight))
+        assert done.returncode == 0, done.stdout + done.stderr
+        undisturbed[key] = told(straight)
+    seen = tell(story, folder / "run")
+    if story.code:  # the same command, once more
+        done = run_script(story.ranks, [SCRIPT, *FLAGS, *story.flags], folder / "run", environment(folder / "run"))
+        assert done.returncode == 0, done.stdout + done.stderr
+    got = told(folder / "run")
+    assert [step for step, _ in got] == [step for step, _ in undisturbed[key]]
+    tolerance = 0.0 if story.exact else 1e-9
+    assert [loss for _, loss in got] == pytest.approx([loss for _, loss in undisturbed[key]], abs=tolerance, rel=0)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "story", [pytest.param(s, id=s.name, marks=() if s.always else pytest.mark.grid) for s in STORIES]
+)
+def test_agents_that_come_and_go(story: Story, tmp_path: Path, undisturbed: dict[Any, Any]) -> None:
+    file = Path(os.environ["FAULT_RESULTS"]) if "FAULT_RESULTS" in os.environ else None
+    name = f"agents-{story.name}"
+    for number in range(done_before(file).get(name, 0), int(os.environ.get("FAULT_REPEATS", "1"))):
+        seen = played(story, tmp_path / str(number), undisturbed)
+        if file is not None:
+            with file.open("a") as rows:
+                rows.write(json.dumps({"case": name, "repeat": number, **seen}) + "\n")
+        shutil.rmtree(tmp_path / str(number))

@@ -1,0 +1,244 @@
+"""A run's folder in a machine's memory: it outlives processes, and nothing of it is flushed to a drive.
+
+    place = Place.find(token)                        /dev/shm/threed-1000/<token>, or where THREED_MEMORY says
+    machines = Machines(place, everyone)             which ranks are on which machine; collective
+    place.sweep()                                    removes what runs left whose launcher is gone
+    place.entries()                                  what is whole there, of every save
+
+    <token>/launcher.json                            the process that starts the ranks, and when it started
+    <token>/<epoch>/<slot>/<section>-<number>.safetensors
+    <token>/<epoch>/<slot>/entry-00003.json          rank 3's files; copy-00003.json: of those, copies from elsewhere
+
+A file is whole when an entry names it: that is removed before the file is written again, and appears by a rename. The
+token lies in the run folder (`Record`), so memory belongs to one folder of one run; the epoch counts its starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from threed import collectives
+from threed.atomic import sync
+from threed.checkpoint.files import in_units
+from threed.checkpoint.manifest import digest
+from threed.checkpoint.run_folder import RunFolderError, started
+from threed.parse import parse_json
+from threed.topology import Axis
+
+FOLDER = "THREED_MEMORY"
+RECORD = "memory.json"
+SLOTS = 2
+
+
+def base() -> Path:
+    """Returns the folder that is memory: THREED_MEMORY, else /dev/shm."""
+    return Path(os.environ.get(FOLDER) or "/dev/shm")
+
+
+class Place:
+    """This run's folder in this machine's memory. RunFolderError where none can be had."""
+
+    def __init__(self, token: str) -> None:
+        self.home = _own_folder(base())
+        self.folder = self.home / token
+
+    def begin(self) -> None:
+        """Makes the folder, and says whose it is: for one rank of a machine."""
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        _write(self.folder / "launcher.json", launcher())
+
+    def is_this_launchers(self) -> bool:
+        """Whether the folder was begun by ranks of the launcher that started this one: before they were restarted."""
+        return _read(self.folder / "launcher.json") == launcher()
+
+    def sweep(self) -> list[str]:
+        """Removes the folders of other runs whose launcher is gone; returns their names."""
+        gone = [
+            folder for folder in self.home.iterdir() if folder != self.folder and not _lives(folder / "launcher.json")
+        ]
+        for folder in gone:
+            shutil.rmtree(folder, ignore_errors=True)
+        return [folder.name for folder in gone]
+
+    def slot(self, epoch: int, number: int) -> Path:
+        """Returns the folder of a slot, which is there."""
+        folder = self.folder / str(epoch) / f"slot-{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def entries(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Yields the slot and the entry of each rank's files, and of copies of them, that are whole."""
+        for file in sorted(self.folder.glob("*/slot-*/*.json")):
+            entry = _read(file)
+            if isinstance(entry, dict) and entry.get("sha256") == digest(entry):
+                yield file.parent, entry
+
+    def keep(self, epoch: int, step: int) -> None:
+        """Removes all saves but one."""
+        slots = {slot for slot, entry in self.entries() if (entry["epoch"], entry["step"]) == (epoch, step)}
+        for slot in self.folder.glob("*/slot-*"):
+            if slot not in slots:
+                shutil.rmtree(slot, ignore_errors=True)
+        for folder in self.folder.iterdir():
+            if folder.name.isdecimal() and not any(folder.iterdir()):
+                folder.rmdir()
+
+    def remove(self, but: int | None = None) -> None:
+        """Removes the saves of all epochs but one; without one, the whole folder."""
+        for folder in self.folder.iterdir() if but is not None else ():
+            if folder.is_dir() and folder.name != str(but):
+                shutil.rmtree(folder, ignore_errors=True)
+        if but is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def free(self) -> int:
+        """Bytes that are free, or that this run's folder has."""
+        mine = sum(file.stat().st_size for file in self.folder.rglob("*.safetensors"))
+        return shutil.disk_usage(self.home).free + mine
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the folder has."""
+        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+
+
+def _own_folder(memory: Path) -> Path:
+    """Returns this user's folder in `memory`, which nobody else may write."""
+    fix = f"set {FOLDER} to a folder in memory (tmpfs) of yours, or leave --checkpoint.memory-every out"
+    folder = memory / f"threed-{os.getuid()}"
+    try:
+        if not memory.is_dir():
+            raise RunFolderError(f"{memory}, for copies in memory, is no folder on {platform.node()}: {fix}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise RunFolderError(f"{folder}, for copies in memory, cannot be made: {error}; {fix}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise RunFolderError(f"{folder} on {platform.node()} is not yours alone to write: remove it, or {fix}")
+    return folder
+
+
+def launcher() -> list[Any]:
+    """Returns the process that started this one, and when that started: pids come again."""
+    return [os.getppid(), started(os.getppid())]
+
+
+def _lives(file: Path) -> bool:
+    found = _read(file)
+    return isinstance(found, list) and len(found) == 2 and bool(found[1]) and started(int(found[0])) == found[1]
+
+
+def _read(file: Path) -> Any:
+    with contextlib.suppress(OSError, ValueError):
+        return parse_json(file.read_bytes(), str(file))
+    return None
+
+
+def _write(file: Path, value: Any) -> None:
+    """Writes a small file, so that it is never seen in part."""
+    scratch = file.with_suffix(f".{secrets.token_hex(4)}.part")
+    scratch.write_text(json.dumps(value))
+    scratch.rename(file)
+
+
+def write_entry(file: Path, entry: Mapping[str, Any]) -> None:
+    """Says that files are whole."""
+    body = json.loads(json.dumps(entry))
+    _write(file, {**body, "sha256": digest(body)})
+
+
+# --------------------------------------------------------------------------------------------------------- machines
+
+
+class Machines:
+    """Which ranks share a memory folder: `of` each rank the number of its machine, by first rank. Collective."""
+
+    def __init__(self, place: Place, everyone: Axis) -> None:
+        about = place.home.stat()
+        mine = f"{_boot()} {about.st_dev} {about.st_ino}"
+        found = collectives.exchange(mine, everyone)
+        names = list(dict.fromkeys(found))
+        self.of = [names.index(name) for name in found]
+        self.count, self.rank = len(names), everyone.index
+        self.ranks = [[r for r, machine in enumerate(self.of) if machine == number] for number in range(self.count)]
+
+    @property
+    def mine(self) -> int:
+        """This rank's machine."""
+        return self.of[self.rank]
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first on its machine."""
+        return self.ranks[self.mine][0] == self.rank
+
+    def neighbour(self, rank: int) -> int:
+        """Returns the rank of the next machine that keeps a copy for a rank."""
+        others = self.ranks[(self.of[rank] + 1) % self.count]
+        return others[self.ranks[self.of[rank]].index(rank) % len(others)]
+
+
+def _boot() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return platform.node()
+
+
+# ----------------------------------------------------------------------------------------------------------- record
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the run folder says of memory, in `memory.json`.
+
+    run: names this run's folders. epoch: the newest start. base: (epoch, step) of what that start took from memory, if
+    it did; of other epochs nothing counts, for the run has gone another way since.
+    """
+
+    run: str
+    epoch: int
+    base: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, folder: Path) -> Record:
+        """Returns what a run folder says; a new name where it says nothing."""
+        found = _read(folder / RECORD)
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            base = found["base"]
+            token, epoch = str(found["run"]), int(found["epoch"])
+            if len(token) == 32 and set(token) <= set("0123456789abcdef"):
+                return cls(token, epoch, None if base is None else (int(base[0]), int(base[1])))
+        return cls(secrets.token_hex(16), 0, None)
+
+    def counts(self, epoch: int, step: int) -> bool:
+        """Whether a save is one that a start may take."""
+        return epoch == self.epoch or (epoch, step) == self.base
+
+    def next(self, base: tuple[int, int] | None) -> Record:
+        """Returns the record of a start."""
+        return Record(self.run, self.epoch + 1, base)
+
+    def write(self, folder: Path) -> None:
+        """Writes it, durably."""
+        _write(folder / RECORD, asdict(self))
+        sync(folder / RECORD)
+        sync(folder)
+
+
+def too_small(place: Place, needed: int) -> str:
+    """Returns what to do where a machine's memory folder has not `needed` bytes, else nothing."""
+    free = place.free()
+    if free >= needed:
+        return ""
+    what = f"copies in memory need {in_units(needed)} on {platform.node()}, {in_units(free)} are free in {base()}"
+    return f"{what}: make it larger (mount -o remount,size=…), name another by {FOLDER}, or leave them out"

@@ -1,0 +1,214 @@
+"""A run's copies in its machines' memory, and what a start resumes from: memory, or the newest checkpoint.
+
+    memory = Memory(engine, folder, tell)       nothing happens unless `checkpoint.memory-every` asks for it
+    extra = resume(engine, folder, retention, memory)
+    memory.begin()                              after the start's state is known, before the first step
+    memory.save_if_due(step, extra)             after a step; written while training goes on
+    with memory.ending(): ...                   an error leaves what is being written some seconds to end
+    memory.remove()                             the run has ended well
+
+Ranks that torchrun starts again, on as many machines, fewer or more, find in memory the newest step of which the
+machines that are left have everything; a file of the run folder (`node_memory.Record`) says which steps count.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from threed import collectives
+from threed.checkpoint.copies import Copies
+from threed.checkpoint.files import CheckpointError, in_units
+from threed.checkpoint.node_memory import RECORD, SLOTS, Machines, Place, Record, too_small
+from threed.checkpoint.retention import Retention, after_restart, candidates
+from threed.checkpoint.run_folder import RunFolderError
+from threed.checkpoint.union import Found, Loading, look
+from threed.engine import Engine
+
+PATIENCE_S = 10.0  # for copies that are written when a run fails
+
+
+class Memory:
+    """The copies of a run. tell: takes a line for people, on the first rank. every: steps between copies, 0 for none.
+
+    Collective, as all its methods but `finish`. RunFolderError on every rank where a machine has no place for them.
+    """
+
+    def __init__(self, engine: Engine, folder: Path, tell: Callable[[str], None]) -> None:
+        self.engine, self.folder, self.tell = engine, folder, tell
+        self.every = engine.config.checkpoint.memory_every or 0
+        self.world = engine.topology.axis("world")
+        self.copies: Copies | None = None
+        self.taken: tuple[int, int] | None = None  # the save that this start took
+        self._told = ""
+        self._again = False
+        if not self.every:
+            if self.world.index == 0:
+                (folder / RECORD).unlink(missing_ok=True)  # a run without copies goes another way than theirs
+            return
+        self.record = Record(*collectives.exchange(_record(folder) if self.world.index == 0 else None, self.world)[0])
+        self.place = self._agreed(lambda: Place(self.record.run))
+        self.machines = Machines(self.place, self.world)
+        mine = False
+        if self.machines.first:
+            mine = "TORCHELASTIC_RUN_ID" in os.environ and self.place.is_this_launchers()
+            self.place.begin()
+            self.place.sweep()
+        self._again = any(collectives.exchange(mine, self.world))
+
+    def _agreed(self, act: Callable[[], Any]) -> Any:
+        """Does something that may raise RunFolderError, which then all ranks raise."""
+        result, problem = None, ""
+        try:
+            result = act()
+        except RunFolderError as error:
+            problem = str(error)
+        problems = [text for text in collectives.exchange(problem, self.world) if text]
+        if problems:
+            raise RunFolderError("; ".join(dict.fromkeys(problems)))
+        return result
+
+    # ---------------------------------------------------------------------------------------------------------- start
+
+    def found(self, resume: str) -> list[Found]:
+        """Returns the saves in memory, newest first, if this start may take one: with "auto", or where torchrun started
+        the ranks again."""
+        if not self.every or not (resume == "auto" or self._again):
+            return []
+        return look(self.place, self.machines, self.record, self.world, self.engine.topology.device)
+
+    def load(self, found: Found) -> dict[str, Any]:
+        """Loads a save; CheckpointError on every rank where it cannot be. Returns what was saved with it."""
+        if found.problem:
+            raise CheckpointError(f"step {found.step} is not whole in memory: {found.problem}")
+        engine = self.engine
+        loading = Loading(self.place, self.machines, engine.topology)
+        extra: dict[str, Any] = loading.load(found, engine.optimizer, engine.extras, engine.load)
+        self.taken = found.epoch, found.step
+        return extra
+
+    def begin(self) -> None:
+        """Drops what this start did not take, and gets ready to save. RunFolderError where there is too little
+        memory."""
+        if not self.every:
+            return
+        engine = self.engine
+        if self.machines.first:
+            self.place.keep(*(self.taken or (-1, -1)))
+        self.record = self.record.next(self.taken)
+        if self.world.index == 0:
+            self.record.write(self.folder)
+        replicate = engine.config.run.replicate == "neighbour"
+        self.copies = Copies(
+            engine.optimizer, engine.topology, engine.config, engine.extras, self.place, self.machines,
+            self.record.epoch, replicate,
+        )  # fmt: skip
+        sizes = collectives.exchange([self.copies.nbytes, self.copies.sent], self.world)
+        held = [0] * self.machines.count
+        for rank, (own, sent) in enumerate(sizes):
+            held[self.machines.of[rank]] += own
+            held[self.machines.of[self.machines.neighbour(rank)]] += sent
+        needed = SLOTS * held[self.machines.mine]
+        problem = too_small(self.place, needed) if self.machines.first else ""
+        problems = [text for text in collectives.exchange(problem, self.world) if text]
+        if problems:
+            raise RunFolderError("; ".join(problems))
+        machines = f"{self.machines.count} machine{'s' * (self.machines.count > 1)}"
+        copies = ", with a neighbour's copies" if self.copies.neighbour else ", no neighbour to keep more" * replicate
+        often = "each step" if self.every == 1 else f"every {self.every} steps"
+        self.tell(
+            f"memory     {often} in {self.place.folder}, {in_units(SLOTS * max(held))} on each of {machines}{copies}"
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    def save_if_due(self, step: int, extra: Callable[[], Mapping[str, Any]]) -> None:
+        """Begins to copy the state of a step. extra: what a checkpoint keeps beside."""
+        if self.copies is None or step % self.every:
+            return
+        self.copies.save(self.engine.counters(extra()))
+        if self.copies.problem and self.copies.problem != self._told:
+            self._told = self.copies.problem
+            self.tell(f"no copies in memory of the step before {step}: {self._told}; training goes on")
+
+    def finish(self, patience: float = PATIENCE_S) -> None:
+        """Lets copies that are written end. Not collective, in any thread."""
+        if self.copies is not None:
+            self.copies.finish(patience)
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Where the block ends by an error, copies that are written have some seconds to end."""
+        try:
+            yield
+        except Exception:
+            self.finish()
+            raise
+
+    def remove(self) -> None:
+        """Removes the copies: all is saved."""
+        if self.copies is None:
+            return
+        self.copies.end()
+        collectives.barrier(self.world)
+        if self.machines.first:
+            self.place.remove()
+
+
+def _record(folder: Path) -> list[Any]:
+    record = Record.of(folder)
+    return [record.run, record.epoch, None if record.base is None else tuple(record.base)]
+
+
+# ----------------------------------------------------------------------------------------------------------- resuming
+
+
+def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -> dict[str, Any]:
+    """Loads the newest state that is whole; returns what was saved with it, or nothing. Collective.
+
+    Of what is returned `path` is the checkpoint, or where one of that step would be; `resumed` says it for people;
+    `problems` are of newer ones; `saved`: the step is on the disk.
+    """
+    asked, world = engine.config.checkpoint.resume, engine.topology.axis("world")
+    first = after_restart(folder, asked)
+    in_memory = memory.found(first)
+    first = "auto" if in_memory else first
+    found = [str(path) for path in candidates(folder, first)]
+    how, paths = collectives.exchange((first, found), world)[0]
+    problems: list[str] = []
+    newest = max((_step(path) for path in paths), default=-1)
+    for path, copy in _in_order(paths, in_memory):
+        try:
+            extra = engine.load(path) if copy is None else memory.load(copy)
+        except CheckpointError as error:
+            if how != "auto":
+                raise
+            problems.append(str(error))
+            continue
+        if copy is None:
+            saved = retention.trust(Path(path)) == f"step-{engine.steps}"
+            return {**extra, "path": Path(path), "problems": problems, "saved": saved}
+        checkpoint = f"the newest checkpoint is step {newest}" if newest >= 0 else "there is no checkpoint"
+        machines = f"the memory of {copy.machines} machine{'s' * (copy.machines > 1)}"
+        text = f"step {copy.step} from {machines}; {checkpoint}"
+        path = str(folder / "checkpoints" / f"step-{copy.step}")
+        return {**extra, "path": Path(path), "problems": problems, "saved": False, "resumed": text}
+    if problems and paths:
+        none = "no checkpoint of this run can be read; --checkpoint.resume none starts anew and keeps them aside"
+        raise CheckpointError("; ".join([*problems, none]))
+    return {"problems": problems} if problems else {}
+
+
+def _step(path: str) -> int:
+    name = Path(path).name
+    return int(name[5:]) if name.startswith("step-") and name[5:].isdecimal() else -1
+
+
+def _in_order(paths: list[str], copies: list[Found]) -> list[tuple[str, Found | None]]:
+    """Checkpoints and what is in memory, by falling step; of one step the checkpoint first."""
+    both: list[tuple[str, Found | None]] = [(path, None) for path in paths]
+    both += [("", copy) for copy in copies]
+    return sorted(both, key=lambda one: -(_step(one[0]) if one[1] is None else one[1].step))
