@@ -2,7 +2,7 @@
 
 A machine is a folder that is named as memory: in the fast tests that of two ranks of one world, in the others that of
 an agent of torchrun. `python -m pytest tests/test_elastic.py -m "grid or not grid"` does all; FAULT_RESULTS and
-FAULT_REPEATS are those of `tests/test_faults.py`.
+FAULT_REPEATS are those of `tests/fault_runs.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from unittest import mock
 
 import pytest
 
+from tests.fault_runs import SCRIPT, environment, prepare, repeat, saved
+from tests.fault_runs import losses as told
 from tests.harness import free_port, run_ranks, run_script
 from tests.runs import open_text, run
-from tests.test_faults import SCRIPT, done_before, environment, prepare, saved
-from tests.test_faults import losses as told
 from threed import collectives
 from threed.checkpoint import node_memory
 from threed.checkpoint.run_folder import RunFolderError
@@ -330,8 +330,9 @@ class Agents:
             "localhost",
         ]
         (self.folder / f"memory-{name}").mkdir(exist_ok=True)
-        about = environment(self.folder, "rank=all step=7 at=step do=hold-lost;rank=all step=10 at=step do=hold-come")
-        about |= {"FAULT_ATTEMPTS": "all", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        held = ("step=7 at=step do=hold-lost", "step=10 at=step do=hold-come")
+        about = environment(self.folder, ";".join(f"rank=all always=yes {fault}" for fault in held))
+        about |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         about |= {node_memory.FOLDER: str(self.folder / f"memory-{name}")}
         with (self.folder / f"{name}.log").open("w") as log:
             self.known[name] = subprocess.Popen(
@@ -459,11 +460,4 @@ def played(story: Story, folder: Path, undisturbed: dict[Any, Any]) -> dict[str,
     "story", [pytest.param(s, id=s.name, marks=() if s.always else pytest.mark.grid) for s in STORIES]
 )
 def test_agents_that_come_and_go(story: Story, tmp_path: Path, undisturbed: dict[Any, Any]) -> None:
-    file = Path(os.environ["FAULT_RESULTS"]) if "FAULT_RESULTS" in os.environ else None
-    name = f"agents-{story.name}"
-    for number in range(done_before(file).get(name, 0), int(os.environ.get("FAULT_REPEATS", "1"))):
-        seen = played(story, tmp_path / str(number), undisturbed)
-        if file is not None:
-            with file.open("a") as rows:
-                rows.write(json.dumps({"case": name, "repeat": number, **seen}) + "\n")
-        shutil.rmtree(tmp_path / str(number))
+    repeat(f"agents-{story.name}", tmp_path, lambda folder: played(story, folder, undisturbed))
