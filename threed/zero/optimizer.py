@@ -2,6 +2,7 @@
 
     step(gradients, carry) :  global norm -> clip factor and skip flag -> bucket by bucket: apply the rule (AdamW, SGD,
                               Lion) to the slice, copy it to the parameters, begin to gather them
+                              (of some the update is done by then: `early.py`)
     validate()             :  of an optimistic update, which did not wait for the global norm (`optimistic.py`)
 
 Slices are staged from their storages: while one bucket is updated, the next is read and the previous one written. With
