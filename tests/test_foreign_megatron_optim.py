@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
@@ -10,6 +11,7 @@ import struct
 import time
 import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,63 @@ def test_legacy_states_are_the_same_bit_for_bit(case: str, tmp_path: Path) -> No
     weights = {name: tensor if fp32 else tensor.bfloat16() for name, tensor in states["weight"].items()}
     folder = written.write_legacy(tmp_path / "theirs", args, weights, **layout, optimizer=optimizer(states))
     check(convert(folder, tmp_path / "native", allow_pickle=True), states, scale=not fp32)
+
+
+def edited(file: Path, change: Callable[[Any], Any]) -> None:
+    state = torch.load(file, weights_only=False)
+    change(state)
+    torch.save(state, file)
+
+
+def buffers(state: Any) -> dict[str, Tensor]:
+    return next(iter(state[0].values()))
+
+
+LEFT_OUT: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "other parts of the optimizer": ("distrib_optim.pt", lambda state: buffers(state).pop("exp_avg_sq")),
+    "do not fit its weights": ("distrib_optim.pt", lambda state: buffers(state)["param"].mul_(2)),
+    "older than core": ("distrib_optim.pt", lambda state: state.pop("buckets_coalesced")),
+    "how many updates": ("model_optim_rng.pt", lambda state: state["optimizer"]["optimizer"]["param_groups"].clear()),
+}
+
+
+@pytest.mark.parametrize("why", LEFT_OUT)
+def test_states_that_are_not_certain_are_left_out_and_said(why: str, tmp_path: Path) -> None:
+    states = written.states_of(written.model_of(LLAMA))
+    weights = {name: tensor.bfloat16() for name, tensor in states["weight"].items()}
+    folder = written.write_legacy(tmp_path / "theirs", LLAMA, weights, 2, EVEN, optimizer=Distributed(states))
+    name, change = LEFT_OUT[why]
+    for rank in ("00", "01"):
+        edited(folder / f"iter_0000100/mp_rank_{rank}_000/{name}", change)
+    with pytest.warns(UserWarning, match=f"{why}.*a run begins at step 0"):
+        out = convert(folder, tmp_path / "native", allow_pickle=True)
+    manifest = native.read_manifest(out)
+    assert (manifest["state"]["steps"], manifest["state"]["updates"]) == (0, 0)
+    with Reader(out, manifest) as reader:
+        assert all(parts == {"weight"} for parts in reader.parts.values())
+        for key, want in weights.items():
+            assert torch.equal(reader.full("weight", key).bfloat16(), want)
+
+
+MISSING: dict[str, Callable[[Path], Any]] = {
+    "has 3 of 4 files distrib_optim.pt": lambda folder: (folder / "mp_rank_01_001/distrib_optim.pt").unlink(),
+    "are of several iterations": lambda folder: edited(
+        folder / "mp_rank_01_001/model_optim_rng.pt", lambda state: state.update(iteration=200)
+    ),
+    "exp_avg of .* not finite": lambda folder: edited(
+        folder / "mp_rank_00_000/distrib_optim.pt", lambda state: buffers(state)["exp_avg"].fill_(math.nan)
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", MISSING)
+def test_states_that_are_not_whole_are_refused(problem: str, tmp_path: Path) -> None:
+    states = written.states_of(written.model_of(LLAMA))
+    weights = {name: tensor.bfloat16() for name, tensor in states["weight"].items()}
+    folder = written.write_legacy(tmp_path / "theirs", LLAMA, weights, 2, EVEN, optimizer=Distributed(states))
+    MISSING[problem](folder / "iter_0000100")
+    with pytest.raises(CheckpointError, match=problem):
+        convert(folder, tmp_path / "native", allow_pickle=True)
 
 
 # --------------------------------------------------------------------------------------------------------- torch_dist
