@@ -4,11 +4,12 @@
 
 OUT/NAME is as `engine.save_checkpoint` leaves it, beside a config.json; OUT/NAME.safetensors has what the engine itself
 says of every parameter (weight, exp_avg, exp_avg_sq), its script zero_to_fp32 of the weights (script), and the engine
-of the weights one step later (next).
+of the weights one step later (next). OUT/NAME-universal is what its ds_to_universal makes of some.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 
 STEPS, ROWS, SEQ, VOCAB = 3, 4, 10, 53
 ADAMW = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0, "torch_adam": True}
+UNIVERSAL = ("gpt2-1-fp32", "llama-3-bf16")
+FP16 = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 3}
 CASES: dict[str, tuple[str, int, bool, dict[str, Any]]] = {  # model, stage, bf16, more of the configuration
     "gpt2-1-fp32": ("gpt2", 1, False, {}),
     "llama-2-fp32": ("llama", 2, False, {}),
@@ -32,6 +35,8 @@ CASES: dict[str, tuple[str, int, bool, dict[str, Any]]] = {  # model, stage, bf1
     "llama-3-bf16": ("llama", 3, True, {}),
     "frozen-2-bf16": ("llama", 2, True, {}),
     "frozen-3-fp32": ("llama", 3, False, {}),
+    "llama-2-fp16": ("llama", 2, False, {}),
+    "gpt2-3-fp16": ("gpt2", 3, False, {}),
     "gpt2-0-fp32": ("gpt2", 0, False, {}),
     "llama-0-bf16": ("llama", 0, True, {}),
 }
@@ -73,6 +78,8 @@ def write(deepspeed: Any, out: Path, name: str) -> None:
     }  # fmt: skip
     if name == "llama-1-bf16":
         settings["data_types"] = {"grad_accum_dtype": "fp32"}  # another optimizer of theirs, with other files
+    if name.endswith("fp16"):
+        settings["fp16"] = FP16
     groups = [{"params": decayed}, {"params": plain}]
     engine, *_ = deepspeed.initialize(model=model, config=settings, model_parameters=groups, dist_init_required=False)
 
@@ -102,6 +109,8 @@ def write(deepspeed: Any, out: Path, name: str) -> None:
         collect(part, lambda p, part=part: safe_get_full_optimizer_state(p, part))
     if stage < 3:
         found |= {f"module/{key}": p.detach().float().clone() for key, p in engine.module.named_parameters()}
+    if name.endswith("fp16"):
+        found["scaler"] = torch.tensor(scales(copy.deepcopy(engine.optimizer.loss_scaler)))
     step(STEPS)
     collect("next", safe_get_full_fp32_param)
     if rank == 0:
@@ -112,17 +121,39 @@ def write(deepspeed: Any, out: Path, name: str) -> None:
         save_file({key: value.contiguous() for key, value in found.items()}, out / f"{name}.safetensors")
 
 
+def scales(scaler: Any) -> list[float]:
+    """The loss scale at a save and after each further update, of which none overflows."""
+    found = []
+    for _ in range(8):
+        found.append(float(scaler.cur_scale))
+        scaler.update_scale(False)
+    return found
+
+
+def make_universal(folder: Path, out: Path) -> None:
+    """Converts with DeepSpeed's own tool."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    words = ["--input_folder", str(folder), "--output_folder", str(out), "--inject_missing_state"]
+    sys.argv = ["ds_to_universal", *words, "--num_extract_workers", "1", "--num_merge_workers", "1"]
+    ds_to_universal.main(ds_to_universal.parse_arguments())
+
+
 def main() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    out = Path(sys.argv[1])
     linear = torch.nn.functional.linear
     deepspeed.init_distributed("gloo")
     for name in CASES:
-        write(deepspeed, Path(sys.argv[1]), name)
+        write(deepspeed, out, name)
         torch.nn.functional.linear = linear  # stage 3 replaces it
+    if dist.get_rank() == 0:
+        for name in UNIVERSAL:
+            make_universal(out / name / f"global_step{STEPS}", out / f"{name}-universal")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import os
+import random
+import re
+import shutil
+import struct
+import time
+import warnings
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +28,7 @@ from tests.megatron_optimizers import STEP, Distributed, InBuffers, OfTheModel, 
 from tests.test_foreign_megatron import EVEN
 from threed.checkpoint import native
 from threed.checkpoint.convert import convert
+from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.reading import Reader
 from threed.config import Config
 from threed.resolution import resolve
@@ -60,6 +71,63 @@ def test_legacy_states_are_the_same_bit_for_bit(case: str, tmp_path: Path) -> No
     weights = {name: tensor if fp32 else tensor.bfloat16() for name, tensor in states["weight"].items()}
     folder = written.write_legacy(tmp_path / "theirs", args, weights, **layout, optimizer=optimizer(states))
     check(convert(folder, tmp_path / "native", allow_pickle=True), states, scale=not fp32)
+
+
+def edited(file: Path, change: Callable[[Any], Any]) -> None:
+    state = torch.load(file, weights_only=False)
+    change(state)
+    torch.save(state, file)
+
+
+def buffers(state: Any) -> dict[str, Tensor]:
+    return next(iter(state[0].values()))
+
+
+LEFT_OUT: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "other parts of the optimizer": ("distrib_optim.pt", lambda state: buffers(state).pop("exp_avg_sq")),
+    "do not fit its weights": ("distrib_optim.pt", lambda state: buffers(state)["param"].mul_(2)),
+    "older than core": ("distrib_optim.pt", lambda state: state.pop("buckets_coalesced")),
+    "how many updates": ("model_optim_rng.pt", lambda state: state["optimizer"]["optimizer"]["param_groups"].clear()),
+}
+
+
+@pytest.mark.parametrize("why", LEFT_OUT)
+def test_states_that_are_not_certain_are_left_out_and_said(why: str, tmp_path: Path) -> None:
+    states = written.states_of(written.model_of(LLAMA))
+    weights = {name: tensor.bfloat16() for name, tensor in states["weight"].items()}
+    folder = written.write_legacy(tmp_path / "theirs", LLAMA, weights, 2, EVEN, optimizer=Distributed(states))
+    name, change = LEFT_OUT[why]
+    for rank in ("00", "01"):
+        edited(folder / f"iter_0000100/mp_rank_{rank}_000/{name}", change)
+    with pytest.warns(UserWarning, match=f"{why}.*a run begins at step 0"):
+        out = convert(folder, tmp_path / "native", allow_pickle=True)
+    manifest = native.read_manifest(out)
+    assert (manifest["state"]["steps"], manifest["state"]["updates"]) == (0, 0)
+    with Reader(out, manifest) as reader:
+        assert all(parts == {"weight"} for parts in reader.parts.values())
+        for key, want in weights.items():
+            assert torch.equal(reader.full("weight", key).bfloat16(), want)
+
+
+MISSING: dict[str, Callable[[Path], Any]] = {
+    "has 3 of 4 files distrib_optim.pt": lambda folder: (folder / "mp_rank_01_001/distrib_optim.pt").unlink(),
+    "are of several iterations": lambda folder: edited(
+        folder / "mp_rank_01_001/model_optim_rng.pt", lambda state: state.update(iteration=200)
+    ),
+    "exp_avg of .* not finite": lambda folder: edited(
+        folder / "mp_rank_00_000/distrib_optim.pt", lambda state: buffers(state)["exp_avg"].fill_(math.nan)
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", MISSING)
+def test_states_that_are_not_whole_are_refused(problem: str, tmp_path: Path) -> None:
+    states = written.states_of(written.model_of(LLAMA))
+    weights = {name: tensor.bfloat16() for name, tensor in states["weight"].items()}
+    folder = written.write_legacy(tmp_path / "theirs", LLAMA, weights, 2, EVEN, optimizer=Distributed(states))
+    MISSING[problem](folder / "iter_0000100")
+    with pytest.raises(CheckpointError, match=problem):
+        convert(folder, tmp_path / "native", allow_pickle=True)
 
 
 # --------------------------------------------------------------------------------------------------------- torch_dist
@@ -166,3 +234,70 @@ def test_the_next_step_is_the_one_that_the_states_say(dists: Path, tmp_path: Pat
         for name, tensor in want.items():
             # An update is 1e-3 times moments' ratio, whose gradients are summed in another order, in fp32.
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-6, msg=f"{folder.name}: {name}")
+
+
+# ------------------------------------------------------------------------------------------------------------- fuzz
+
+MOST_S = 10.0
+FUZZ = int(os.environ.get("FUZZ", "6"))  # mutants of each folder
+
+
+def fuzzed(folder: Path, files: list[Path], place: Path, draw: random.Random, count: int) -> list[str]:
+    """Converts with one of the files damaged, so many times: what refused it, or "" where nothing did."""
+    said = []
+    for number in range(count):
+        file = draw.choice(files)
+        data = bytearray(file.read_bytes())
+        kept = bytes(data)
+        first, last = (0, len(data)) if file.name == ".metadata" else pickle_of(data, draw)
+        for _ in range(draw.choice([1, 1, 2, 5, 30])):
+            data[draw.randrange(first, last)] = draw.choice(
+                [draw.randrange(256), draw.choice(b"\x80()]}.0Nc\x81\x85Rbqrtsuehjk\xff"), 1]
+            )
+        file.write_bytes(renewed(data, first, kept))
+        start = time.monotonic()
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                convert(folder, place / str(number), allow_pickle=True)
+            said.append("")
+        except CheckpointError as error:
+            said.append(str(error))
+        finally:
+            file.write_bytes(kept)
+        assert time.monotonic() - start < 10 * MOST_S  # the limit of a quiet machine, and room for others
+    return said
+
+
+def pickle_of(data: bytearray, draw: random.Random) -> tuple[int, int]:
+    """The bytes of one of the pickles in files of torch.save that are one behind the other."""
+    firsts = [
+        match.end() for match in re.finditer(rb"PK\x03\x04.{26}[^/]*/data\.pkl(FB.{2}Z*)?", bytes(data), re.DOTALL)
+    ]
+    first = draw.choice(firsts)
+    return first, data.index(b"PK\x07\x08", first)
+
+
+def renewed(data: bytearray, first: int, old: bytes) -> bytes:
+    """The file with the checksum of its pickle renewed, so that the damage is seen by more than that."""
+    if not old.startswith(b"PK"):
+        return bytes(data)
+    end = old.index(b"PK\x07\x08", first)
+    crc = [struct.pack("<I", zlib.crc32(some[first:end])) for some in (old, bytes(data))]
+    return bytes(data).replace(crc[0], crc[1]) if old.count(crc[0]) in (1, 2) else bytes(data)
+
+
+def test_damaged_states_are_refused_in_one_line_or_left_out(dists: Path, tmp_path: Path) -> None:
+    states = written.states_of(written.model_of(LLAMA))
+    weights = {name: tensor.bfloat16() for name, tensor in states["weight"].items()}
+    legacy = [written.write_legacy(tmp_path / type(o).__name__, LLAMA, weights, 2, EVEN, optimizer=o)
+              for o in (Distributed(states, 700), Whole(states))]  # fmt: skip
+    draw, said = random.Random(4), []
+    for folder in legacy:
+        said += fuzzed(folder, sorted(folder.rglob("*.pt")), tmp_path / "native" / folder.name, draw, FUZZ)
+    for name in ("buckets", "model space", "gathered"):
+        folder = tmp_path / name
+        shutil.copytree(dists / name, folder)
+        files = [file for file in sorted(folder.iterdir()) if file.name != "metadata.json"]
+        said += fuzzed(folder, files, tmp_path / "native" / name, draw, FUZZ)
+    assert all(text.isprintable() for text in said)
+    assert any(said)

@@ -39,7 +39,6 @@ OTHERS = {  # by their files: what is not read
     "layer_*_model_states.pt": "that of a PipelineModule or of experts, whose names are its program's own",
     "layer_*-model_*states.pt": "that of a PipelineModule, whose layers have numbers for names",
     "expp_rank_*": "one with experts (MoE)",
-    "zero/*/fp32.pt": "a universal checkpoint: give the one that it was made from",
 }
 NAMES = {name: spelt for spelt, name in DTYPES.items()}
 
@@ -72,14 +71,9 @@ class DeepSpeedCheckpoint(HFTensors):
     def _open_all(self) -> set[str]:
         folder = step_folder(self.path)
         assert folder is not None
-        models, states = _files(folder)
-        outlines = outline([Job(file) for file in (*models, *states)])
-        heads = [_table(found, file) for found, file in zip(outlines, models, strict=False)]
-        ranks = [_table(found.get("optimizer_state_dict"), file) if isinstance(found, dict) else _table(None, file)
-                 for found, file in zip(outlines[len(models) :], states, strict=True)]  # fmt: skip
-        self._folder, self._ranks = folder, len(states)
+        self._folder = folder
         try:
-            self._understand(heads, ranks)
+            self._read(folder)
             self._strip()
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
             text = f"{type(error).__name__}: {plain(error)}"
@@ -88,15 +82,29 @@ class DeepSpeedCheckpoint(HFTensors):
 
     # ---------------------------------------------------------------------------------------------------- what it has
 
+    def _read(self, folder: Path) -> None:
+        models, states = files_of(folder)
+        outlines = outline([Job(file) for file in (*models, *states)])
+        heads = [_table(found, file) for found, file in zip(outlines, models, strict=False)]
+        ranks = [_table(found.get("optimizer_state_dict"), file) if isinstance(found, dict) else _table(None, file)
+                 for found, file in zip(outlines[len(models) :], states, strict=True)]  # fmt: skip
+        self._understand(heads, ranks)
+
+    def _begin(self, head: dict[str, Any], what: str = "") -> None:
+        """Takes what the model's file says of the training."""
+        version = head.get("ds_version")
+        self.title = f"{what}ZeRO stage {self.stage}"
+        if version:
+            self.title = f"DeepSpeed {plain(version)}, {self.title}"
+        steps, samples, skipped = (_count(head.get(key)) for key in ("global_steps", "global_samples", "skipped_steps"))
+        self.progress = Progress(steps, samples, max(0.0, float(steps - skipped)))
+        self._has_masters = bool(head.get("param_shapes"))  # in other files
+
     def _understand(self, heads: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> None:
         head = heads[0]
-        self.stage = _stage(ranks[0]) if ranks else 0
-        version = head.get("ds_version")
-        self.title = f"DeepSpeed {plain(version)}, ZeRO stage {self.stage}" if version else f"ZeRO stage {self.stage}"
-        steps, samples, skipped = (_count(head.get(key)) for key in ("global_steps", "global_samples", "skipped_steps"))
-        self.progress = Progress(steps, samples, float(steps - skipped))
-        self.scale = _scale(ranks[0].get("loss_scaler")) if ranks else {}
-        self._has_masters = bool(head.get("param_shapes"))  # so it has masters, in other files
+        self.stage = stage_of(ranks[0]) if ranks else 0
+        self._begin(head)
+        self.scale = scale_of(ranks[0].get("loss_scaler")) if ranks else {}
         self._check_ranks(ranks, len(heads))
         if self.stage == 3:
             self._sliced(head["param_shapes"], ranks)
@@ -107,10 +115,14 @@ class DeepSpeedCheckpoint(HFTensors):
             else:
                 self._plain(head)
             self._rest(head)
+        self._finish(head)
+
+    def _finish(self, head: dict[str, Any]) -> None:
+        """Adds other names of shared parameters, and says where there are no moments."""
         for other, name in (head.get("shared_params") or {}).items():
             if name in self._tensors:
                 self._tensors.setdefault(other, self._tensors[name])
-        if ranks and not any(len(parts) > 1 for parts in self._tensors.values()):
+        if self._has_masters and not any(len(parts) > 1 for parts in self._tensors.values()):
             self.progress, self.scale = Progress(), {}
             self.notes.append("it has no moments of Adam: a run begins at step 0, with moments of zero")
 
@@ -249,7 +261,7 @@ class _Slice:
 # -------------------------------------------------------------------------------------------------------------- files
 
 
-def _files(folder: Path) -> tuple[list[Path], list[Path]]:
+def files_of(folder: Path) -> tuple[list[Path], list[Path]]:
     """Returns the files of models and of states, by data rank; CheckpointError for what is not read, by name."""
     for pattern, what in OTHERS.items():
         if file := next(iter(sorted(folder.glob(pattern))), None):
@@ -286,7 +298,7 @@ def _table(found: Any, file: Path) -> dict[str, Any]:
     return found
 
 
-def _stage(found: dict[str, Any]) -> int:
+def stage_of(found: dict[str, Any]) -> int:
     """Returns ZeRO's stage, which one of its optimizers does not say."""
     value = found.get("zero_stage", 1)
     value = value.args[0] if isinstance(value, Thing) and value.args else value
@@ -295,7 +307,7 @@ def _stage(found: dict[str, Any]) -> int:
     return int(value)
 
 
-def _scale(scaler: Any) -> dict[str, float]:
+def scale_of(scaler: Any) -> dict[str, float]:
     """Returns the loss scale as a checkpoint keeps it, of a dynamic one (runtime/fp16/loss_scaler.py)."""
     state = scaler.state if isinstance(scaler, Thing) and scaler.name.endswith(".DynamicLossScaler") else None
     if not isinstance(state, dict):

@@ -12,6 +12,7 @@ from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf_folder import CONFIG
 from threed.foreign import megatron, megatron_dist, megatron_legacy
 from threed.foreign.deepspeed import DeepSpeedCheckpoint, step_folder
+from threed.foreign.deepspeed_universal import UniversalCheckpoint, is_universal
 from threed.foreign.source import Source
 
 
@@ -34,7 +35,8 @@ def open_source(path: Path, kind: str, config: Path | None) -> Source:
     """Returns what is in a folder. Raises CheckpointError for what is not read, by name."""
     if kind == "Megatron-LM":
         return megatron_legacy.open_legacy(path) if megatron.is_legacy(path) else megatron_dist.open_dist(path)
-    return DeepSpeedCheckpoint(path, _config_of(path, kind, config))
+    reader = UniversalCheckpoint if is_universal(path) else DeepSpeedCheckpoint
+    return reader(path, _config_of(path, kind, config))
 
 
 def _config_of(path: Path, kind: str, given: Path | None) -> Path:

@@ -23,7 +23,7 @@ from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.layouts import entries, name_problems, our_shapes
 from threed.config import ModelConfig
 from threed.foreign.megatron_args import model_of
-from threed.foreign.megatron_optim import MOMENTS, Parts, States
+from threed.foreign.megatron_optim import MOMENTS, LeftOut, Parts, States
 from threed.foreign.outlines import Thing
 from threed.foreign.spread import Boxes, Columns, Rows, Shape, SideBySide, rows, stack
 from threed.parse import ParseError, read_file
@@ -180,7 +180,9 @@ def joined(ranks: Mapping[Rank, Chunks], gated: bool, folder: Path) -> Tensors:
 
 
 def joined_parts(ranks: Mapping[Rank, Sequence[Mapping[str, Parts]]], gated: bool, folder: Path) -> dict[str, Parts]:
-    """Returns parts of whole tensors, of what each rank has of each virtual stage."""
+    """Returns parts of whole tensors, of what each rank has of each virtual stage. LeftOut where ranks differ."""
+    if len({frozenset(parts) for chunks in ranks.values() for some in chunks for parts in some.values()}) > 1:
+        raise LeftOut("some of its ranks have other parts of the optimizer than others")  # and layers are counted
     found: dict[str, Parts] = {}
     for part in (WEIGHT, *MOMENTS):
         one = {rank: [{name: parts[part] for name, parts in some.items() if part in parts} for some in chunks]

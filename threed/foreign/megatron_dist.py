@@ -43,7 +43,9 @@ def open_dist(path: Path) -> MegatronCheckpoint:
     dist = DistFolder(folder)
     common = _common(dist)
     args = common.get("args")
-    table = args.state if isinstance(args, Thing) and isinstance(args.state, dict) else {}
+    table = args.state if isinstance(args, Thing) and isinstance(args.state, dict) else None
+    if table is None:
+        raise CheckpointError(f"{path} has no args: of what model it is cannot be known (common.pt has them)")
     prefix = next((some for some in PREFIXES if some + WORD in dist.shapes), None)
     if prefix is None:
         raise CheckpointError(f"{folder} has no {WORD}: it is none of a GPT model of megatron-core")

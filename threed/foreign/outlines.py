@@ -122,6 +122,8 @@ def outline(jobs: Sequence[Job]) -> list[Any]:
     for job, (first, last) in zip(jobs, spans, strict=True):
         if not job.path.is_file() or not 0 <= first <= last <= sizes[job.path]:
             raise CheckpointError(f"{job.path} is no plain file, or is cut off")
+        if first == last:
+            raise CheckpointError(f"{job.path} cannot be read: it is empty")
     said = [[os.fspath(job.path.absolute()), *span, job.kind] for job, span in zip(jobs, spans, strict=True)]
     lines = _run(json.dumps(said).encode(), len(jobs))
     found = []

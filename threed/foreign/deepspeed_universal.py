@@ -1,0 +1,79 @@
+"""DeepSpeed's universal checkpoints, which its ds_to_universal makes of others: a file for each part of a parameter.
+
+    checkpoint = UniversalCheckpoint(folder, config)         a `Source`; CheckpointError for what is not read, by name
+
+A folder has the model's files (`deepspeed`), and of each parameter that is trained zero/NAME/fp32.pt, exp_avg.pt,
+exp_avg_sq.pt, and perhaps step.pt: a tensor, or a dictionary with one as `param`; of stage 3 flat. zero/
+optimizer_state.pt has groups and the loss scale (deepspeed/checkpoint/ds_to_universal.py, of 0.19.8).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from threed.checkpoint.files import CheckpointError, plain
+from threed.foreign.deepspeed import MOMENTS, DeepSpeedCheckpoint, files_of, scale_of, stage_of, step_folder
+from threed.foreign.outlines import Job, Place, number, outline
+from threed.foreign.source import Progress
+from threed.foreign.spread import Spread
+from threed.zero.records import WEIGHT
+
+PARTS = {"fp32.pt": WEIGHT, **{f"{part}.pt": part for part in MOMENTS}, "step.pt": "step"}
+STATE = "optimizer_state.pt"
+
+
+def is_universal(path: Path) -> bool:
+    """Returns whether a folder of DeepSpeed's is one, by its files."""
+    folder = step_folder(path)
+    return folder is not None and any(folder.glob("zero/*/fp32.pt"))
+
+
+class UniversalCheckpoint(DeepSpeedCheckpoint):
+    """A universal checkpoint as a `Source`."""
+
+    def _read(self, folder: Path) -> None:
+        models, states = files_of(folder)
+        if states:
+            raise CheckpointError(f"{folder} is a universal checkpoint and another one: take one of them away")
+        own = [folder / "zero" / STATE] if (folder / "zero" / STATE).is_file() else []
+        heads: list[Any] = outline([Job(file) for file in (*models, *own)])
+        about = heads.pop() if own else {}
+        if not all(isinstance(head, dict) for head in (*heads, about)):
+            raise CheckpointError(f"{folder}: the model's files are not DeepSpeed's")
+        self.stage = stage_of(about)
+        self._begin(heads[0], "universal, from ")
+        self.scale = scale_of(about.get("loss_scaler"))
+        shapes = {name: tuple(shape) for group in heads[0]["param_shapes"] for name, shape in group.items()}
+        self._take(folder, shapes)
+        if self.stage == 3:
+            self._frozen([found.get("frozen_param_fragments") or {} for found in heads], heads[0])
+        else:
+            self._rest(heads[0])
+        self._finish(heads[0])
+
+    def _take(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Takes each parameter's parts."""
+        files = {(name, part): folder / "zero" / name / file for name in shapes for file, part in PARTS.items()}
+        here = {key: file for key, file in files.items() if file.is_file()}
+        if missing := [name for name in shapes if (name, WEIGHT) not in here]:
+            raise CheckpointError(f"{folder} has no zero/{plain(missing[0])}/fp32.pt, and its model has that parameter")
+        found = dict(zip(here, outline([Job(file) for file in here.values()]), strict=True))
+        steps = set()
+        for (name, part), value in found.items():
+            tensor = value.get("param") if isinstance(value, dict) else value
+            if part == "step":
+                steps.add(number(tensor))
+                continue
+            if not isinstance(tensor, Place):
+                raise CheckpointError(f"{files[name, part]} has no tensor")
+            flat = len(tensor.shape) == 1 and tensor.numel == math.prod(shapes[name])
+            shape = shapes[name] if flat else tensor.shape
+            self._tensors.setdefault(name, {})[part] = Spread(shape, tensor)
+        for parts in self._tensors.values():
+            if not set(MOMENTS) <= parts.keys():
+                for part in MOMENTS:
+                    parts.pop(part, None)
+        if updates := [step for step in steps if step is not None]:
+            self.progress = Progress(self.progress.steps, self.progress.samples, max(updates))
