@@ -209,6 +209,41 @@ def test_factors_that_tiles_do_not_take_are_multiplied_by_torch(m: int, n: int, 
         fused_cpu.add_product_(out, dy.t(), x, fresh=False)
 
 
+def heads_of(x: Tensor, heads: int) -> tuple[Tensor, ...]:
+    s, b, _ = x.shape
+    return tuple(part.reshape(s, b, heads, -1).permute(1, 2, 0, 3) for part in x.chunk(3, -1))
+
+
+@tiles
+@pytest.mark.parametrize("shape", [(128, 2, 3, 64), (100, 2, 3, 32), (1, 1, 1, 32), (33, 2, 2, 96), (256, 1, 2, 128)])
+def test_attention_backward_is_no_worse_than_torchs(shape: tuple[int, int, int, int]) -> None:
+    """Against fp64 gradients of the same bf16 numbers: nearer than torch's own, which rounds as often."""
+    s, b, heads, d = shape
+    qkv, dy = (numbers(s, b, n * heads * d, dtype=torch.bfloat16, seed=n) / 4 for n in (3, 1))
+    wide = qkv.double().requires_grad_()
+    y = F.scaled_dot_product_attention(*heads_of(wide, heads), is_causal=True)
+    dys = dy.view(s, b, heads, d).permute(1, 2, 0, 3)
+    (want,) = torch.autograd.grad(y, wide, dys.double())
+    q, k, v = heads_of(qkv, heads)
+    y, logarithms = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    theirs = torch.cat([x.permute(2, 0, 1, 3).flatten(2) for x in back(dys, q, k, v, y, logarithms, 0.0, True)], -1)
+    got = fused_cpu.attention_backward(qkv, dy, logarithms, d)
+    torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=2**-7 * float(want.abs().max()))
+    assert (got - want).norm() <= max((theirs - want).norm(), want.norm() * 2**-12)
+    torch.set_num_threads(2 if torch.get_num_threads() == 1 else 1)
+    assert got.equal(fused_cpu.attention_backward(qkv, dy, logarithms, d))
+    torch.set_num_threads(2 if torch.get_num_threads() == 1 else 1)
+
+
+@tiles
+def test_attention_that_it_would_misread_is_refused() -> None:
+    qkv, dy, logarithms = torch.zeros(8, 2, 192, dtype=torch.bfloat16), torch.zeros(8, 2, 64), torch.zeros(2, 2, 8)
+    for wrong in [(qkv.float(), dy), (qkv[:, :, :96], dy), (qkv, dy), (qkv, dy[:, :1].bfloat16())]:
+        with pytest.raises(ValueError, match="attention_backward takes"):
+            fused_cpu.attention_backward(*wrong, logarithms, 32)
+
+
 def train(case: Case, smallest: int) -> tuple[list[float], list[float]]:
     """Losses and norms of three steps, where tensors from this size on go to these functions."""
     config = config_of(case)

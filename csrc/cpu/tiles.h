@@ -4,7 +4,7 @@
 
 #include "targets.h"
 
-#if defined(X86) && (defined(__clang__) || __GNUC__ >= 12) && defined(__linux__)
+#if defined(X86) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 12)
 #define HAS_TILES 1
 
 #include <cpuid.h>

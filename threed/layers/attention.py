@@ -21,7 +21,7 @@ from threed.layers.norm import RMSNorm
 from threed.layers.recompute import Recompute
 from threed.layers.running import may_run, runs
 from threed.layers.slicing import Slicing
-from threed.ops import rotary
+from threed.ops import fused_cpu, rotary
 from threed.ops.frequencies import Theta, scale_of, turned_of
 from threed.ops.tape import Tape
 
@@ -108,6 +108,10 @@ def _back_of_flash(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logar
     return torch.cat([part.permute(2, 0, 1, 3).flatten(2) for part in back(dy, q, k, v, y, logarithms, 0.0, True)], -1)
 
 
+def _back_of_short(d: int, dy: Tensor, qkv: Tensor, logarithms: Tensor) -> Tensor:
+    return fused_cpu.attention_backward(qkv, dy, logarithms, d)
+
+
 @runs
 class Attention(nn.Module):
     """x [s b h] -> [s b h] (both [s/t b h] when sequences are cut).
@@ -191,7 +195,10 @@ class Attention(nn.Module):
         s, b, _ = qkv.shape
         q, k, v = (part.view(s, b, self.heads, self.d).permute(1, 2, 0, 3) for part in qkv.chunk(3, -1))
         y, logarithms = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-        tape.note(_back_of_flash, q, k, v, y, logarithms)
+        if fused_cpu.attends_backward(qkv, self.d):
+            tape.note(functools.partial(_back_of_short, self.d), qkv, logarithms)
+        else:
+            tape.note(_back_of_flash, q, k, v, y, logarithms)
         return y.permute(2, 0, 1, 3).flatten(2)
 
     def heads_attend(self, *projected: Tensor) -> Tensor:

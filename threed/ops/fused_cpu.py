@@ -1,5 +1,6 @@
 """GELU, SwiGLU and cross entropy on the CPU, each in one pass over memory: csrc/cpu/fused.cpp. On processors with tiles
-(AMX) also products of bf16 that are added to fp32 as they are made (csrc/cpu/products.cpp).
+(AMX) also products of bf16 that are added to fp32 as they are made (csrc/cpu/products.cpp), and the backward of causal
+attention over short sequences (csrc/cpu/attention.cpp).
 
 The first take contiguous fp32 or bf16 tensors and compute in fp32. The result does not depend on the number of threads.
 `instructions`, of these: "avx512", "avx2" or "portable" in place of the processor's best.
@@ -111,6 +112,33 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
     packed = b.new_empty(-(-k // SIDE) * SIDE * n)
     places = (_at(a), _at(b), k, m, n, _at(out), int(fresh), _at(packed))
     _call(a, "threed_add_product", "iPPqqqPiPi", *places, torch.get_num_threads())
+
+
+LONGEST, WIDEST_HEAD = 256, 128
+
+
+def attends_backward(qkv: Tensor, d: int) -> bool:
+    """Returns whether `attention_backward` takes this projection [s b 3ad] of heads of size d, and pays."""
+    fits = qkv.dtype == torch.bfloat16 and _on_cpu(qkv) and qkv.is_contiguous() and qkv.numel() > 0
+    return fits and len(qkv) <= LONGEST and d % SIDE == 0 and d <= WIDEST_HEAD and has_tiles()
+
+
+def attention_backward(qkv: Tensor, dy: Tensor, logarithms: Tensor, d: int) -> Tensor:
+    """The gradient of qkv [s b 3ad] of causal attention y [s b ad], whose gradient is dy; bf16, s up to 256.
+
+    logarithms: of the sum of each row's exponentials, fp32 [b a s]. d: a head's size, a multiple of 32 up to 128.
+    Scores are scaled by 1 / sqrt(d).
+    """
+    s, b, width = qkv.shape
+    heads, out, dy, logarithms = width // (3 * d), torch.empty_like(qkv), dy.contiguous(), logarithms.contiguous()
+    fits = attends_backward(qkv, d) and width == 3 * heads * d and dy.dtype == qkv.dtype
+    if not fits or dy.shape != (s, b, heads * d) or logarithms.shape != (b, heads, s):
+        raise ValueError(
+            f"attention_backward takes bf16 [s b 3ad], [s b ad], fp32 [b a s], {_words(qkv, dy, logarithms)}"
+        )
+    places, sizes = (_at(qkv), _at(dy), _at(logarithms), _at(out)), (s, b, heads, d, d**-0.5)
+    _call(qkv, "threed_attention_backward", "iPPPPqqqqdi", *places, *sizes, torch.get_num_threads())
+    return out
 
 
 def _at(x: Tensor | None) -> int | None:

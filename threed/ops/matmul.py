@@ -77,11 +77,12 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
 
 
 def _add_widened_(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-    if fused_cpu.adds_products(a, b):
+    if launch.on_gpu(a):
+        if fresh:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+        else:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    elif fused_cpu.adds_products(a, b):
         fused_cpu.add_product_(out, a, b, fresh=fresh)
-    elif not launch.on_gpu(a):  # of a sum of products whose first one was taken
+    else:  # of a sum of products whose first one was taken
         out.copy_(torch.mm(a, b)) if fresh else out.add_(torch.mm(a, b))
-    elif fresh:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
