@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from threed import collectives, launch
+from threed import collectives, final_report, launch
 from threed.data import Prefetcher
 from threed.engine import Engine
 from threed.pipeline.executor import Executor
@@ -106,6 +106,8 @@ def plant_fault(fault: str) -> None:
 
 
 if __name__ == "__main__":
+    if "FAULT_NO_FIGURES" in os.environ:  # seconds of matplotlib
+        final_report.draw = lambda *about: []
     attempts = ("0",) if "FAULT_ATTEMPTS" not in os.environ else (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") in attempts and "FAULT" in os.environ:
         for fault in os.environ["FAULT"].split(";"):
