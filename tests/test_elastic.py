@@ -8,6 +8,7 @@ FAULT_REPEATS are those of `tests/fault_runs.py`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +26,22 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from tests.fault_runs import SCRIPT, environment, prepare, repeat, saved
 from tests.fault_runs import losses as told
 from tests.harness import free_port, run_ranks, run_script
 from tests.runs import open_text, run
 from threed import collectives
-from threed.checkpoint import node_memory
+from threed.checkpoint import copies, node_memory
 from threed.checkpoint.run_folder import RunFolderError
-from threed.monitor import metrics
-from threed.topology import Topology
+from threed.checks import find_problems
+from threed.config import Config
+from threed.forecast import Forecast
+from threed.monitor import metrics, process
+from threed.resolution import resolve
+from threed.save_checks import check_sizes
+from threed.topology import Topology, _meet
 from threed.trainer import Trainer
 
 STEPS, BROKEN = 10, 7  # a run ends after so many, and broken off before this one
@@ -114,8 +122,8 @@ FEWER: dict[str, tuple[Keys, str]] = {
     "slices, a neighbour": ({**SLICED, **NEIGHBOUR}, FROM_ONE),
     "slices alone": (SLICED, "step-4"),
     "whole states": ({"zero": {"stage": 0}}, FROM_ONE),
-    "slices in groups of a machine": ({"zero": {"stage": 2, "shard_size": 2, "bucket_mib": 0.01}}, FROM_ONE),
     "tensor ranks, ZeRO 3": ({"zero": {"stage": 3, "resident": 0}, "parallel": {"tp": 2}, **NEIGHBOUR}, FROM_ONE),
+    "slices in groups of a machine": ({"zero": {"stage": 2, "shard_size": 2, "bucket_mib": 0.01}}, FROM_ONE),
     "stages": ({"parallel": {"pp": 2}, "model": TWO_LAYERS, **NEIGHBOUR}, FROM_ONE),
     "every third step": (
         {**SLICED, **NEIGHBOUR, "checkpoint": {"memory_every": 3, "every": 0}},
@@ -146,16 +154,23 @@ def went_on(folder: Path, said: str, expected: str, truth: list[float]) -> None:
     assert in_memory(folder) == []
 
 
-def test_fewer_machines_go_on_from_the_memory_that_is_left(tmp_path: Path, truth: dict[str, list[float]]) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(list(FEWER)[:4], id="some"), pytest.param(list(FEWER)[4:], id="others", marks=pytest.mark.grid)],
+)
+def test_fewer_machines_go_on_from_the_memory_that_is_left(
+    names: list[str], tmp_path: Path, truth: dict[str, list[float]]
+) -> None:
     """Four ranks on two machines are broken off, and one machine with its memory is gone: two ranks go on."""
-    cases = {name: keys for name, (keys, _) in FEWER.items()}
+    cases = {name: FEWER[name][0] for name in names}
     for said in run_ranks(4, runs, tmp_path, cases, 4, BROKEN):
         assert set(said.values()) == {"RuntimeError: planted"}
-    for number, name in enumerate(FEWER):
+    for number, name in enumerate(names):
         shutil.rmtree(tmp_path / name / f"memory-{number % 2}")  # the first, or the second
         (tmp_path / name / f"memory-{1 - number % 2}").rename(tmp_path / name / "memory-0")
     said = run_ranks(2, runs, tmp_path, cases, 2, None, 1)[0]
-    for name, (keys, expected) in FEWER.items():
+    for name in names:
+        keys, expected = FEWER[name]
         went_on(tmp_path / name, said[name], expected, truth["two" if "model" in keys else "one"])
 
 
@@ -173,10 +188,11 @@ def newest(folder: Path, step: int, machine: int = 0) -> Path:
 
 def test_as_many_machines_or_more(tmp_path: Path, truth: dict[str, list[float]]) -> None:
     """Two machines with their memory; one of them with damage there; and one that gets a second beside it."""
-    same = ("same", "tensor ranks", "damaged", "a file is gone", "all damaged")
+    same = ("same", "twice", "tensor ranks", "damaged", "a file is gone", "all damaged")
     keys = {**SLICED, "checkpoint": {"every": 5}}
     cases: dict[str, Keys] = {**dict.fromkeys(same, keys), "tensor ranks": {**keys, "parallel": {"tp": 2}}}
     run_ranks(4, runs, tmp_path, cases, 4, BROKEN)
+    run_ranks(4, runs, tmp_path, {"twice": keys}, 4, BROKEN)  # again, before there was a copy
     run_ranks(2, runs, tmp_path, {"more": keys}, 2, BROKEN, 1)
     flip(next(newest(tmp_path / "damaged", 6, 1).glob("*.safetensors")))
     next(newest(tmp_path / "a file is gone", 6, 1).glob("*.safetensors")).unlink()
@@ -184,7 +200,7 @@ def test_as_many_machines_or_more(tmp_path: Path, truth: dict[str, list[float]])
         flip(next(newest(tmp_path / "all damaged", step).glob("*.safetensors")))
     said = run_ranks(4, runs, tmp_path, {**cases, "more": keys}, 4)[0]
     two = "from the memory of 2 machines; the newest checkpoint is step 5"
-    for name in ("same", "tensor ranks"):
+    for name in ("same", "twice", "tensor ranks"):
         went_on(tmp_path / name, said[name], f"step 6 {two}", truth["one"])
     went_on(
         tmp_path / "more",
@@ -195,6 +211,121 @@ def test_as_many_machines_or_more(tmp_path: Path, truth: dict[str, list[float]])
     for name, problem in (("damaged", "is damaged"), ("a file is gone", "No such file"), ("all damaged", "is damaged")):
         went_on(tmp_path / name, said[name], "step-5", truth["one"])  # memory of step 5 is no newer
         assert re.search(f"skipped a checkpoint: .*{problem}", said[name]), said[name]
+
+
+def full_memory(folder: Path) -> dict[str, str]:
+    """A run of which rank 1 cannot write its copy of step 4, nor then its neighbour's."""
+    write, count = copies.write_in_place, [0]
+
+    def failing(path: Path, some: Any) -> None:
+        count[0] += 1
+        if count[0] == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, some)
+
+    patch = mock.patch.object(copies, "write_in_place", failing) if Topology().rank == 1 else contextlib.nullcontext()
+    with patch:
+        return runs(folder, {"full": {**SLICED, **NEIGHBOUR}}, 2)
+
+
+def test_training_goes_on_where_copies_fail(tmp_path: Path) -> None:
+    """Nobody waits for what does not come, and the next copies are whole again."""
+    said = run_ranks(2, full_memory, tmp_path)[0]["full"]
+    what = "the step before 5: rank 1: OSError: [Errno 28] No space left on device"
+    assert re.findall("no copies in memory of (.*); training goes on", said) == [what]
+
+
+def test_a_place_in_memory_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(node_memory.FOLDER, str(tmp_path / "none"))
+    with pytest.raises(RunFolderError, match="is no folder"):
+        node_memory.Place("a" * 32)
+    mine = tmp_path / f"threed-{os.getuid()}"
+    monkeypatch.setenv(node_memory.FOLDER, str(tmp_path))
+    mine.mkdir(mode=0o777)
+    mine.chmod(0o777)
+    with pytest.raises(RunFolderError, match="is not yours alone to write"):
+        node_memory.Place("a" * 32)
+    mine.chmod(0o700)
+    place = node_memory.Place("a" * 32)
+    place.begin()
+    assert node_memory.too_small(place, 2**60).startswith("copies in memory need 1,024.0 PiB on ")
+    assert node_memory.too_small(place, 1) == ""
+
+
+def test_what_ended_runs_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their launcher is gone; that of one that lives stays, and one that is being made."""
+    monkeypatch.setenv(node_memory.FOLDER, str(tmp_path))
+    places = [node_memory.Place(letter * 32) for letter in "abcd"]
+    for place in places[:3]:
+        place.begin()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (places[1].folder / "launcher.json").write_text(json.dumps([gone.pid, "123"]))
+    places[3].folder.mkdir()
+    assert places[0].sweep() == ["b" * 32]
+    assert [place.folder.exists() for place in places] == [True, False, True, True]
+
+
+def test_ranks_of_one_start_meet_whatever_is_in_the_store() -> None:
+    """Twice in one store, with what an earlier start of as many ranks left half done, and other ranks beside them."""
+    store = dist.TCPStore("localhost", free_port(), is_master=True, wait_for_workers=False)
+    store.set("meet/3/1", "0" * 16)
+
+    def meet(size: int) -> list[str]:
+        with ThreadPoolExecutor(size) as threads:
+            return list(threads.map(lambda rank: _meet(store.clone(), rank, size), range(size)))
+
+    names = [meet(3), meet(2), meet(3)]
+    assert [len(set(some)) for some in names] == [1, 1, 1]
+    assert len({some[0] for some in names}) == 3
+
+
+def test_keys_that_copies_do_not_go_with() -> None:
+    for keys, said in (
+        ({"run": {"replicate": "neighbour"}, "checkpoint": {"memory_every": 0}}, "there is nothing to copy"),
+        ({"checkpoint": {"memory_every": 2}, "parallel": {"pp": 2, "schedule": "2bw"}}, "updates are a step late"),
+    ):
+        found = find_problems(Config.model_validate(keys), 2)
+        assert [line for line in found if said in line], found
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "said"),
+    [
+        (
+            {},
+            1,
+            "with micro-batches of 2 works for dp 1, 2, 4: use --train.global-batch 24,",
+        ),
+        ({"train": {"global_batch": 24}}, 1, ""),
+        ({"train": {"global_batch": 48}}, 2, ""),
+        ({"parallel": {"tp": 2}}, 1, "may give 1 ranks, no multiple of tp 2 × pp 1"),
+        ({"parallel": {"dp": 2}, "train": {"global_batch": 24}}, 1, "leave --parallel.dp out"),
+    ],
+)
+def test_every_size_of_an_elastic_job_is_looked_at(keys: Keys, ranks: int, said: str) -> None:
+    found = "; ".join(check_sizes(Config.model_validate(keys), (1, 4), ranks))
+    assert said in found
+    assert bool(found) == bool(said)
+
+
+def test_how_many_machines_torchrun_was_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NNODES", "1:4")
+    assert process.machines_asked() is None  # no torchrun
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    assert process.machines_asked() == (1, 4)
+    monkeypatch.setenv("PET_NNODES", "2")
+    assert process.machines_asked() is None
+
+
+def test_the_forecast_counts_copies() -> None:
+    def copies_of(**keys: Any) -> float:
+        config = resolve(Config.model_validate({**SLICED, "model": TWO_LAYERS, **keys}), 260, 2)
+        return Forecast.of(config, 2).ranks[0].bytes.get("copies", 0)
+
+    one = copies_of(checkpoint={"memory_every": 1})
+    assert copies_of() == 0
+    assert copies_of(run={"replicate": "neighbour"}) == 2 * one > 0
 
 
 def exactly(folder: Path) -> None:
@@ -240,7 +371,7 @@ def test_memory_belongs_to_the_start_that_left_it(tmp_path: Path) -> None:
 
 LAST = 14
 FLAGS = (
-    "--preset tiny --data.path text.txt --model.layers 2 --model.hidden 32 --train.global-batch 8 --log.wandb off"
+    "--preset tiny --data.path text.txt --model.layers 2 --model.hidden 32 --train.global-batch 12 --log.wandb off"
     f" --log.every 1 --train.sample-tokens 0 --precision.dtype fp64 --train.steps {LAST} --checkpoint.every 4"
     " --checkpoint.async false"
 ).split()
@@ -275,7 +406,6 @@ class Story:
     always: bool = False
 
 
-TWELVE = ("--train.global-batch", "12")
 MEMORY = r"resumed    step 6 from the memory of {} machine.*; the newest checkpoint is step 4"
 SAVED = r"resumed    runs/tiny/checkpoints/step-\d+"
 STORIES = [
@@ -284,7 +414,7 @@ STORIES = [
     Story("lost-whole-states", MEMORY.format(1), lost="b", flags=(*ALONE, "--zero.stage", "0")),
     Story("lost-tensor-ranks", MEMORY.format(1), lost="b", ranks=2, flags=(*NEXT_ONE, "--parallel.tp", "2")),
     Story("lost-rank-0", MEMORY.format(1), lost="a", store=True),
-    Story("lost-one-of-three", MEMORY.format(2), begin="abc", lost="c", flags=(*NEXT_ONE, *TWELVE)),
+    Story("lost-one-of-three", MEMORY.format(2), begin="abc", lost="c", flags=NEXT_ONE),
     Story("a-rank-killed", MEMORY.format(2), kill_a_rank=True, exact=True),
     Story("added", SAVED, begin="a", come="b", always=True),
     Story("lost-and-added", SAVED, lost="b", come="c", exact=True),
@@ -306,7 +436,7 @@ class Agents:
         hosts = "false" if self.known or self.store else "true"
         # A busy machine is late with its beats; whom others give up for that goes on beside them, as a job of its own.
         beats = 8 if self.story.lost else 60
-        quick = (
+        beating = (
             f"join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt={beats},is_host={hosts}"
         )
         line = [
@@ -321,7 +451,7 @@ class Agents:
         line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--rdzv-id", "job"]
         line += [
             "--rdzv-conf",
-            f"{quick},is_host={hosts}",
+            f"{beating},is_host={hosts}",
             "--max-restarts",
             "3",
             "--monitor-interval",
@@ -331,7 +461,7 @@ class Agents:
         ]
         (self.folder / f"memory-{name}").mkdir(exist_ok=True)
         held = ("step=7 at=step do=hold-lost", "step=10 at=step do=hold-come")
-        about = environment(self.folder, ";".join(f"rank=all always=yes {fault}" for fault in held))
+        about = quick(self.folder, ";".join(f"rank=all always=yes {fault}" for fault in held))
         about |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         about |= {node_memory.FOLDER: str(self.folder / f"memory-{name}")}
         with (self.folder / f"{name}.log").open("w") as log:
@@ -439,21 +569,27 @@ def undisturbed() -> dict[tuple[str, ...], list[tuple[int, float]]]:
 
 
 def played(story: Story, folder: Path, undisturbed: dict[Any, Any]) -> dict[str, Any]:
-    key = (story.flags, len(story.begin) * story.ranks)
+    """Plays a story; its losses are those of a run that nothing happened to, of as many ranks where it is exact."""
+    flags = story.flags if story.exact else story.flags[2:]  # without copies
+    key = (flags, len(story.begin) * story.ranks if story.exact else story.ranks)
     if key not in undisturbed:
         straight = prepare(folder / "straight")
-        done = run_script(key[1], [SCRIPT, *FLAGS, *story.flags], straight, environment(straight))
+        done = run_script(key[1], [SCRIPT, *FLAGS, *flags], straight, quick(straight))
         assert done.returncode == 0, done.stdout + done.stderr
         undisturbed[key] = told(straight)
     seen = tell(story, folder / "run")
     if story.code:  # the same command, once more
-        done = run_script(story.ranks, [SCRIPT, *FLAGS, *story.flags], folder / "run", environment(folder / "run"))
+        done = run_script(story.ranks, [SCRIPT, *FLAGS, *story.flags], folder / "run", quick(folder / "run"))
         assert done.returncode == 0, done.stdout + done.stderr
     got = told(folder / "run")
     assert [step for step, _ in got] == [step for step, _ in undisturbed[key]]
     tolerance = 0.0 if story.exact else 1e-9
     assert [loss for _, loss in got] == pytest.approx([loss for _, loss in undisturbed[key]], abs=tolerance, rel=0)
     return seen
+
+
+def quick(folder: Path, fault: str = "") -> dict[str, str]:
+    return environment(folder, fault) | {"FAULT_NO_FIGURES": "1"}
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from threed.checkpoint.retention import Retention, after_restart, candidates
 from threed.checkpoint.run_folder import RunFolderError
 from threed.checkpoint.union import Found, Loading, look
 from threed.engine import Engine
+from threed.topology import Axis
 
 PATIENCE_S = 10.0  # for copies that are written when a run fails
 
@@ -49,7 +50,7 @@ class Memory:
             if self.world.index == 0:
                 (folder / RECORD).unlink(missing_ok=True)  # a run without copies goes another way than theirs
             return
-        self.record = Record(*collectives.exchange(_record(folder) if self.world.index == 0 else None, self.world)[0])
+        self.record = _record(folder, self.world)
         self.place = self._agreed(lambda: Place(self.record.run))
         self.machines = Machines(self.place, self.world)
         mine = False
@@ -158,9 +159,11 @@ class Memory:
             self.place.remove()
 
 
-def _record(folder: Path) -> list[Any]:
-    record = Record.of(folder)
-    return [record.run, record.epoch, None if record.base is None else tuple(record.base)]
+def _record(folder: Path, everyone: Axis) -> Record:
+    """Returns the first rank's record of a run folder. Collective."""
+    mine = Record.of(folder)
+    run, epoch, base = collectives.exchange([mine.run, mine.epoch, mine.base], everyone)[0]
+    return Record(run, epoch, None if base is None else (base[0], base[1]))
 
 
 # ----------------------------------------------------------------------------------------------------------- resuming
@@ -173,18 +176,17 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
     `problems` are of newer ones; `saved`: the step is on the disk.
     """
     asked, world = engine.config.checkpoint.resume, engine.topology.axis("world")
-    first = after_restart(folder, asked)
+    first = collectives.exchange(after_restart(folder, asked), world)[0]
     in_memory = memory.found(first)
     first = "auto" if in_memory else first
-    found = [str(path) for path in candidates(folder, first)]
-    how, paths = collectives.exchange((first, found), world)[0]
+    paths = collectives.exchange([str(path) for path in candidates(folder, first)], world)[0]
     problems: list[str] = []
     newest = max((_step(path) for path in paths), default=-1)
     for path, copy in _in_order(paths, in_memory):
         try:
             extra = engine.load(path) if copy is None else memory.load(copy)
         except CheckpointError as error:
-            if how != "auto":
+            if first != "auto":
                 raise
             problems.append(str(error))
             continue

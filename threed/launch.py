@@ -42,6 +42,7 @@ from threed.monitor.failure import LostContact, write_error_file
 from threed.preemption import PREEMPTED, Preempted
 from threed.pretrained import Pretrained
 from threed.resolution import resolve
+from threed.save_checks import check_sizes
 from threed.topology import TIMEOUT, Topology
 from threed.trainer import Trainer, resuming_flags
 from threed.zero.replicas import ReplicaError
@@ -237,6 +238,8 @@ def _open(config: Config) -> Data:
 def _checked(config: Config, data: Data, world: int) -> Config:
     """The resolved configuration, or ConfigError with what is wrong on any machine."""
     problems = find_problems(config, world, tokenizer_vocab=data.vocab)
+    if (machines := process.machines_asked()) is not None and not problems:
+        problems = list(check_sizes(config, machines, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if problems:
         raise ConfigError(problems)
     return resolve(config, data.vocab, world)

@@ -18,8 +18,9 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -148,19 +149,24 @@ class _Writing:
         self.snapshot.end()
 
     def _run(self) -> None:
+        alone: list[dict[str, Any]] = []
         try:
-            self._write()
+            alone = self._write()
         except Exception as error:
             self.problem = f"{type(error).__name__}: {plain(error)}"
         finally:
             self.snapshot.end()
+        try:
+            if self.neighbour is not None:  # also after an error: others wait for what comes from here
+                self.neighbour.exchange(self.slot, {**self.entry, "files": alone})
+        except Exception as error:
+            self.problem = self.problem or f"{type(error).__name__}: {plain(error)}"
 
-    def _write(self) -> None:
+    def _write(self) -> list[dict[str, Any]]:
+        """Writes this rank's files; returns the entries of those that a neighbour keeps."""
         rank = int(self.entry["rank"])
-        mine, copy = (self.slot / f"{what}-{rank:05d}.json" for what in ("entry", "copy"))
+        mine = self.slot / f"entry-{rank:05d}.json"
         mine.unlink(missing_ok=True)
-        if self.neighbour is not None:
-            self.neighbour.forget(self.slot)
         values = self.snapshot.values()
         for file in self.files:
             self._file(file, values)
@@ -169,9 +175,7 @@ class _Writing:
         if self.beside:
             written.append((True, self._beside(rank)))
         write_entry(mine, {**self.entry, "files": [entry for _, entry in written]})
-        if self.neighbour is not None:
-            alone = [entry for only_here, entry in written if only_here]
-            self.neighbour.exchange(self.slot, copy.name, {**self.entry, "files": alone})
+        return [entry for alone, entry in written if alone]
 
     def _file(self, file: _File, values: Iterator[Tensor]) -> None:
         """Writes a number of a section."""
@@ -277,24 +281,20 @@ class Neighbour:
         self.to = links[me, machines.neighbour(me)]
         self.sources = [(source, links[source, me]) for source, target in pairs if target == me]
 
-    def forget(self, slot: Path) -> None:
-        """Copies that are kept in a slot do not count any more."""
+    def exchange(self, slot: Path, entry: Mapping[str, Any]) -> None:
+        """Sends the files of an entry, which lie in `slot`, and keeps those that come, in the same slot. OSError once
+        all is sent and received."""
         for source, _ in self.sources:
             (slot / f"copy-{source:05d}.json").unlink(missing_ok=True)
-
-    def exchange(self, slot: Path, name: str, entry: Mapping[str, Any]) -> None:
-        """Sends the files of an entry, which lie in `slot`, and keeps those that come, in the same slot."""
         text = _bytes_of(entry)
-        length = torch.tensor([text.numel()])
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in self.sources]
-        self._wait([(length, self.to)], list(zip(lengths, self._links, strict=True)))
+        self._wait([(torch.tensor([text.numel()]), self.to)], list(zip(lengths, self._links, strict=True)))
         texts = [torch.empty(int(n), dtype=torch.uint8) for n in lengths]
         self._wait([(text, self.to)], list(zip(texts, self._links, strict=True)))
-        entries = [_of_bytes(text) for text in texts]
-        sending = _chunks(slot, entry)
-        keeping = [_chunks(slot, other) for other in entries]
+        entries, failed = [_of_bytes(text) for text in texts], list[OSError]()
+        sending, *keeping = (_chunks(slot, one) for one in (entry, *entries))
         for out, *ins in zip_longest(sending, *keeping):
-            sent = [] if out is None else [(out.read(), self.to)]
+            sent = [] if out is None else [(_attempted(out.read, failed, out.count), self.to)]
             kept = [
                 (torch.empty(i.count, dtype=torch.uint8), link, i)
                 for i, link in zip(ins, self._links, strict=True)
@@ -302,7 +302,9 @@ class Neighbour:
             ]
             self._wait(sent, [(values, link) for values, link, _ in kept])
             for values, _, chunk in kept:
-                chunk.write(values)
+                _attempted(partial(chunk.write, values), failed)
+        if failed:
+            raise failed[0]
         for (source, _), other in zip(self.sources, entries, strict=True):
             write_entry(slot / f"copy-{source:05d}.json", other)
 
@@ -315,6 +317,15 @@ class Neighbour:
         pending += [p for tensor, link in sent for p in collectives.send([tensor], link)]
         for one in pending:
             one.wait()
+
+
+def _attempted(act: Callable[[], Any], failed: list[OSError], count: int = 0) -> Any:
+    """Returns what an action does; after an OSError, which it notes, as many zeros."""
+    try:
+        return act()
+    except OSError as error:
+        failed.append(error)
+        return torch.zeros(count, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import platform
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from threed.topology import Axis
 FOLDER = "THREED_MEMORY"
 RECORD = "memory.json"
 SLOTS = 2
+NEW_S = 60.0  # until a folder must say whose it is
 
 
 def base() -> Path:
@@ -63,9 +65,8 @@ class Place:
 
     def sweep(self) -> list[str]:
         """Removes the folders of other runs whose launcher is gone; returns their names."""
-        gone = [
-            folder for folder in self.home.iterdir() if folder != self.folder and not _lives(folder / "launcher.json")
-        ]
+        others = (folder for folder in self.home.iterdir() if folder != self.folder)
+        gone = [folder for folder in others if not (_lives(folder / "launcher.json") or _is_new(folder))]
         for folder in gone:
             shutil.rmtree(folder, ignore_errors=True)
         return [folder.name for folder in gone]
@@ -136,6 +137,13 @@ def launcher() -> list[Any]:
 def _lives(file: Path) -> bool:
     found = _read(file)
     return isinstance(found, list) and len(found) == 2 and bool(found[1]) and started(int(found[0])) == found[1]
+
+
+def _is_new(folder: Path) -> bool:
+    """Whether a folder may be one that is just being made."""
+    with contextlib.suppress(OSError):
+        return not (folder / "launcher.json").exists() and time.time() - folder.stat().st_mtime < NEW_S
+    return True
 
 
 def _read(file: Path) -> Any:

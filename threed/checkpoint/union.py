@@ -80,6 +80,8 @@ def assemble(reports: Sequence[Mapping[str, Any] | None]) -> tuple[dict[str, Any
             continue
         entries.append({"sections": one["sections"]})
         for file in one["files"]:
+            if Path(file["file"]).name != file["file"]:
+                raise CheckpointError("it names a file elsewhere")
             known = files.setdefault(file["file"], dict(file))
             if all(known[key] == file[key] for key in ("tree", "sum", "size")):  # else a copy that differs
                 where.setdefault(file["file"], []).append(machine)
@@ -185,16 +187,22 @@ class Loading:
     ) -> dict[str, Any]:
         """Returns what `load(folder, files to be hashed here)` does. Collective; CheckpointError on every rank."""
         folder = self.place.folder / "load" / f"step-{found.step}"
+        self._clear(folder)
+        try:
+            hashed = self._bring(found, folder, needed(found.manifest, optimizer, extras, self.topology))
+            result = load(folder, hashed)
+        except CheckpointError:  # which all ranks raise; after another error they do not meet any more
+            self._clear(folder)
+            raise
+        self._clear(folder)
+        return result
+
+    def _clear(self, folder: Path) -> None:
+        """Removes the folder, once no rank reads it."""
+        collectives.barrier(self.everyone)
         if self.machines.first:
             shutil.rmtree(folder.parent, ignore_errors=True)
         collectives.barrier(self.everyone)
-        try:
-            hashed = self._bring(found, folder, needed(found.manifest, optimizer, extras, self.topology))
-            return load(folder, hashed)
-        finally:
-            collectives.barrier(self.everyone)
-            if self.machines.first:
-                shutil.rmtree(folder.parent, ignore_errors=True)
 
     def _bring(self, found: Found, folder: Path, mine: set[str]) -> set[str]:
         """Makes the folder; returns this rank's share of the files that its machine's ranks need."""
@@ -205,45 +213,39 @@ class Loading:
             [names[number] for number in some]
             for some in collectives.exchange(sorted(numbers[name] for name in mine), self.everyone)
         ]
-        here, first = self.machines.ranks[self.machines.mine], self.machines.first
-        moves = transfers(needs, found.where, self.machines)
-        self._agree(
-            lambda: (
-                self._begin(found, folder, sizes, moves, {name for r in here for name in needs[r]}) if first else None
-            )
-        )
-        problem = ""
-        for move in moves:
-            problem = self._move(found, folder, move, sizes[move.file]) or problem
-        self._agree(lambda: problem)
+        here = self.machines.ranks[self.machines.mine]
         together = sorted({name for rank in here for name in needs[rank]})
+        moves, slots, problem = transfers(needs, found.where, self.machines), self._slots(found), ""
+        coming = sum(sizes[move.file] for move in moves if move.target in here)
+        self._agree(lambda: self._begin(found, folder, slots, coming, together) if self.machines.first else "")
+        for move in moves:
+            path = slots.get(move.file, folder / move.file)
+            problem = self._move(move, path, folder / move.file, sizes[move.file]) or problem
+        self._agree(lambda: problem)
         return set(together[here.index(self.topology.rank) :: len(here)])
 
-    def _agree(self, act: Callable[[], str | None]) -> None:
+    def _agree(self, act: Callable[[], str]) -> None:
         """Does something, and raises on every rank what went wrong on any."""
         try:
-            problem = act() or ""
+            problem = act()
         except OSError as error:
             problem = str(error)
         problems = [text for text in collectives.exchange(problem, self.everyone) if text]
         if problems:
             raise CheckpointError("; ".join(dict.fromkeys(problems)))
 
-    def _begin(
-        self, found: Found, folder: Path, sizes: Mapping[str, int], moves: Sequence[Transfer], wanted: set[str]
-    ) -> str:
-        """Makes the folder with the manifest and the files that are here; of one rank of the machine."""
-        number = self.machines.mine
-        coming = sum(sizes[move.file] for move in moves if self.machines.of[move.target] == number)
+    def _begin(self, found: Found, folder: Path, slots: Mapping[str, Path], coming: int, wanted: Sequence[str]) -> str:
+        """Makes the folder with the manifest and the files that are here; for one rank of the machine. Returns why it
+        cannot. coming: bytes of other files that will be written there."""
         if (free := shutil.disk_usage(self.place.home).free) < coming:
-            return (
-                f"{in_units(coming)} have to come from other machines, {in_units(free)} are free in {self.place.home}"
-            )
+            what = f"{in_units(coming)} have to come from other machines"
+            return f"{what}, and {in_units(free)} are free in {self.place.home}"
         folder.mkdir(parents=True)
         (folder / MANIFEST).write_text(json.dumps(found.manifest))
-        slots = self._slots(found)
         for name in wanted:
-            if number in found.where[name]:
+            if self.machines.mine in found.where[name]:
+                if name not in slots:
+                    return f"{name} of step {found.step} is gone from {self.place.folder}"
                 os.link(slots[name], folder / name)
         return ""
 
@@ -256,14 +258,13 @@ class Loading:
             for file in entry["files"]
         }
 
-    def _move(self, found: Found, folder: Path, move: Transfer, size: int) -> str:
-        """Sends or takes a file, if this rank does; returns what went wrong."""
+    def _move(self, move: Transfer, there: Path, here: Path, size: int) -> str:
+        """Sends a file that is `there`, or writes what comes `here`, if this rank does; returns what went wrong."""
         rank, problem = self.topology.rank, ""
         if rank not in (move.source, move.target):
             return ""
         link = Link(move.target if rank == move.source else move.source, self.everyone)
-        path = self._slots(found).get(move.file, folder / move.file) if rank == move.source else folder / move.file
-        for chunk in chunks(path, size):
+        for chunk in chunks(there if rank == move.source else here, size):
             values = torch.zeros(chunk.count, dtype=torch.uint8)
             if rank == move.source:
                 with suppress(OSError):  # zeros are found by their hash

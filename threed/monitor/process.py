@@ -10,6 +10,7 @@ Linux tells all of it through prctl and /proc. Elsewhere each function says so i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -63,6 +64,23 @@ def _launched() -> float:
 
 def _uptime() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+def machines_asked() -> tuple[int, int] | None:
+    """Returns the least and the most machines that torchrun was told of by `--nnodes MIN:MAX`, or by PET_NNODES; None
+    where that is one number, or is not known."""
+    asked = os.environ.get("PET_NNODES", "") if "TORCHELASTIC_RUN_ID" in os.environ else ""
+    with contextlib.suppress(OSError, IndexError):
+        words = (
+            Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0") if "TORCHELASTIC_RUN_ID" in os.environ else []
+        )
+        for number, word in enumerate(words):
+            if word in ("--nnodes", "-nnodes"):
+                asked = words[number + 1]
+            elif word.startswith("--nnodes="):
+                asked = word.removeprefix("--nnodes=")
+    least, colon, most = asked.partition(":")
+    return (int(least), int(most)) if colon and least.isdecimal() and most.isdecimal() else None
 
 
 def peak_rss_bytes() -> int:
