@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <memory>
 
 #include "number.h"
 #include "parallel.h"
@@ -143,9 +144,9 @@ void back_of_head(Head& h, const Attention& c, int64_t batch, int64_t head) {
 }
 
 void back_of_heads(const Attention& c, int64_t first, int64_t count) {
-  Head head;
+  const std::unique_ptr<Head> head(new Head);  // too large for the stacks that OMP_STACKSIZE may ask for
   begin_tiles();
-  for (int64_t i = first; i < first + count; i++) back_of_head(head, c, i / c.heads, i % c.heads);
+  for (int64_t i = first; i < first + count; i++) back_of_head(*head, c, i / c.heads, i % c.heads);
   end_tiles();
 }
 

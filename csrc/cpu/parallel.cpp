@@ -94,7 +94,8 @@ void run_in_parts(int64_t n, int64_t part, int64_t threads, void (*work)(const v
                   const void* context) {
   if (threads < 2 || at_fork) return work(context, 0, n);
   Job mine{n, part, work, context};
-  if (const Team team = find_team()) return team([](void* job) { static_cast<Job*>(job)->work(); }, &mine, threads, 0);
+  // 0 threads: a team as large as torch's. libgomp ends threads, and starts them anew, when the size of a team changes.
+  if (const Team team = find_team()) return team([](void* job) { static_cast<Job*>(job)->work(); }, &mine, 0, 0);
   const bool helped = call_helpers(mine, int(threads) - 1);
   mine.work();
   if (helped) dismiss_helpers();

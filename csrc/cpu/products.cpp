@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <memory>
 
 #include "number.h"
 #include "parallel.h"
@@ -34,8 +35,11 @@ void pack(const Product& c, int64_t first, int64_t count) {
       pack_b(c.packed + (j * steps + s) * 2 * TILE_NUMBERS, c.b + j * SIDE, c.n, s * SIDE, c.k);
 }
 
-void add_part(const Product& c, int64_t row, int64_t column) {
+struct Packed {
   alignas(64) uint16_t a[ROWS * DEPTH];
+};
+
+void add_part(const Product& c, int64_t row, int64_t column, uint16_t* a) {
   const int64_t rows = std::min(c.rows, c.m - row), end = std::min(column + COLUMNS, c.n), steps = steps_of(c.k);
   for (int64_t first = 0; first < steps; first += DEPTH / SIDE) {
     const int64_t some = std::min(DEPTH / SIDE, steps - first);
@@ -50,9 +54,10 @@ void add_part(const Product& c, int64_t row, int64_t column) {
 }
 
 void add_parts(const Product& c, int64_t first, int64_t count) {
+  const std::unique_ptr<Packed> packed(new Packed);  // too large for the stacks that OMP_STACKSIZE may ask for
   begin_tiles();
   for (int64_t part = first; part < first + count; part++)
-    add_part(c, part / c.across * c.rows, part % c.across * COLUMNS);
+    add_part(c, part / c.across * c.rows, part % c.across * COLUMNS, packed->a);
   end_tiles();
 }
 
