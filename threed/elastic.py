@@ -14,20 +14,25 @@ machines that are left have everything; a file of the run folder (`node_memory.R
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from threed import collectives
+from threed.checkpoint import native
 from threed.checkpoint.copies import Copies
 from threed.checkpoint.files import CheckpointError, in_units
-from threed.checkpoint.node_memory import RECORD, SLOTS, Machines, Place, Record, too_small
+from threed.checkpoint.node_memory import FOLDER, RECORD, SLOTS, Machines, Place, Record, base, too_small
 from threed.checkpoint.retention import Retention, after_restart, candidates
 from threed.checkpoint.run_folder import RunFolderError
 from threed.checkpoint.union import Found, Loading, look
+from threed.disk import why
 from threed.engine import Engine
+from threed.metrics import BadStepsError
 from threed.topology import Axis
+from threed.zero.replicas import ReplicaError
 
 PATIENCE_S = 10.0  # for copies that are written when a run fails
 
@@ -53,12 +58,19 @@ class Memory:
         self.record = _record(folder, self.world)
         self.place = self._agreed(lambda: Place(self.record.run))
         self.machines = Machines(self.place, self.world)
-        mine = False
-        if self.machines.first:
-            mine = "TORCHELASTIC_RUN_ID" in os.environ and self.place.is_this_launchers()
-            self.place.begin()
-            self.place.sweep()
+        mine = self._agreed(self._begin_here)
         self._again = any(collectives.exchange(mine, self.world))
+        if not self._again and engine.config.checkpoint.resume != "auto" and self.machines.first:
+            self.place.keep(-1, -1)  # else a restart of this start would find it
+
+    def _begin_here(self) -> bool:
+        """Makes this machine's folder; returns whether it was this launcher's before."""
+        if not self.machines.first:
+            return False
+        mine = "TORCHELASTIC_RUN_ID" in os.environ and self.place.is_this_launchers()
+        self.place.begin()
+        self.place.sweep()
+        return mine
 
     def _agreed(self, act: Callable[[], Any]) -> Any:
         """Does something that may raise RunFolderError, which then all ranks raise."""
@@ -67,6 +79,9 @@ class Memory:
             result = act()
         except RunFolderError as error:
             problem = str(error)
+        except OSError as error:
+            reason = why(error, base(), elsewhere=f"name another folder in memory by {FOLDER}")
+            problem = f"copies in memory cannot be begun in {base()} on {platform.node()}: {reason}"
         problems = [text for text in collectives.exchange(problem, self.world) if text]
         if problems:
             raise RunFolderError("; ".join(dict.fromkeys(problems)))
@@ -86,6 +101,10 @@ class Memory:
         if found.problem:
             raise CheckpointError(f"step {found.step} is not whole in memory: {found.problem}")
         engine = self.engine
+        others = native.model_differences(found.manifest, engine.config)
+        others += native.optimizer_differences(found.manifest, engine.config, engine.optimizer.rule.state_names)
+        if others:  # as with a checkpoint: a start anew would drop it
+            raise RunFolderError(f"step {found.step} of this run is in memory, and {'; '.join(others)}")
         loading = Loading(self.place, self.machines, engine.topology)
         extra: dict[str, Any] = loading.load(found, engine.optimizer, engine.extras, engine.load)
         self.taken = found.epoch, found.step
@@ -128,8 +147,8 @@ class Memory:
 
     def save_if_due(self, step: int, extra: Callable[[], Mapping[str, Any]]) -> None:
         """Begins to copy the state of a step. extra: what a checkpoint keeps beside."""
-        if self.copies is None or step % self.every:
-            return
+        if self.copies is None or step % self.every or self.engine.bad_steps():
+            return  # in a row of skipped steps the state from before it stays, as with checkpoints
         self.copies.save(self.engine.counters(extra()))
         if self.copies.problem and self.copies.problem != self._told:
             self._told = self.copies.problem
@@ -145,9 +164,20 @@ class Memory:
         """Where the block ends by an error, copies that are written have some seconds to end."""
         try:
             yield
+        except (BadStepsError, ReplicaError):  # on all ranks alike: the states themselves may be wrong
+            self.drop()
+            raise
         except Exception:
             self.finish()
             raise
+
+    def drop(self) -> None:
+        """Leaves nothing in memory for a next start. Not collective."""
+        if self.copies is None:
+            return
+        self.finish(0.0)
+        if self.machines.first:
+            self.place.keep(-1, -1)
 
     def remove(self) -> None:
         """Removes the copies: all is saved."""
@@ -178,11 +208,15 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
     asked, world = engine.config.checkpoint.resume, engine.topology.axis("world")
     first = collectives.exchange(after_restart(folder, asked), world)[0]
     in_memory = memory.found(first)
+    begun_from = first if in_memory and first not in ("auto", "none") else ""
     first = "auto" if in_memory else first
     paths = collectives.exchange([str(path) for path in candidates(folder, first)], world)[0]
     problems: list[str] = []
     newest = max((_step(path) for path in paths), default=-1)
-    for path, copy in _in_order(paths, in_memory):
+    tried = _in_order(paths, in_memory)
+    if begun_from:  # where nothing of this run's own can be read, it begins again where it began
+        tried.append((begun_from, None))
+    for path, copy in tried:
         try:
             extra = engine.load(path) if copy is None else memory.load(copy)
         except CheckpointError as error:
@@ -198,7 +232,7 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
         text = f"step {copy.step} from {machines}; {checkpoint}"
         path = str(folder / "checkpoints" / f"step-{copy.step}")
         return {**extra, "path": Path(path), "problems": problems, "saved": False, "resumed": text}
-    if problems and paths:
+    if problems and any(copy is None for _, copy in tried):
         none = "no checkpoint of this run can be read; --checkpoint.resume none starts anew and keeps them aside"
         raise CheckpointError("; ".join([*problems, none]))
     return {"problems": problems} if problems else {}

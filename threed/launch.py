@@ -110,6 +110,9 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         code = PREEMPTED
     except LostContact:  # which was said by the rank that knows
         code = 1
+    except SwapError as error:  # this rank's drive alone, perhaps: it speaks for itself, and the others end with it
+        print(f"threed: {error}", file=sys.stderr, flush=True)
+        code = 2
     except OSError as error:  # of a run folder that this rank cannot write any more: the others end with it
         if not is_unwritable(error):
             raise
@@ -120,9 +123,6 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
             file=sys.stderr,
             flush=True,
         )
-        code = 2
-    except SwapError as error:  # this rank's drive alone, perhaps: it speaks for itself, and the others end with it
-        print(f"threed: {error}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_how_to_go_on(config, words)) from None

@@ -342,13 +342,14 @@ class Trainer:
         self.heartbeat.beat(step, "save")  # a phase is as long as one save
         self.owner.check()
         may_fail = step < self.last and not self.stop
-        self.saves.save(self.checkpoint(step), self._beside(), beside=beside, may_fail=may_fail)
+        extra = {**self._beside(), **self.guard.take_put_off()}
+        self.saves.save(self.checkpoint(step), extra, beside=beside, may_fail=may_fail)
 
     def _beside(self) -> dict[str, Any]:
         """What a checkpoint keeps for the next run and for exports, beside the engine's state."""
         files, seed = self.data.tokenizer.files, self.config.train.seed
         known = {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256, "job": job_name()}
-        return {**known, "tokenizer": files, "seed": seed, **self.guard.take_put_off()}
+        return {**known, "tokenizer": files, "seed": seed}
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a step's checkpoint."""

@@ -32,7 +32,7 @@ from threed import collectives
 from threed.atomic import sync
 from threed.checkpoint.files import in_units
 from threed.checkpoint.manifest import digest
-from threed.checkpoint.run_folder import RunFolderError, started
+from threed.checkpoint.run_folder import RunFolderError, process_space, started
 from threed.parse import parse_json
 from threed.topology import Axis
 
@@ -65,7 +65,7 @@ class Place:
 
     def sweep(self) -> list[str]:
         """Removes the folders of other runs whose launcher is gone; returns their names."""
-        others = (folder for folder in self.home.iterdir() if folder != self.folder)
+        others = (folder for folder in self.home.iterdir() if _is_token(folder.name) and folder != self.folder)
         gone = [folder for folder in others if not (_lives(folder / "launcher.json") or _is_new(folder))]
         for folder in gone:
             shutil.rmtree(folder, ignore_errors=True)
@@ -131,12 +131,14 @@ def _own_folder(memory: Path) -> Path:
 
 def launcher() -> list[Any]:
     """Returns the process that started this one, and when that started: pids come again."""
-    return [os.getppid(), started(os.getppid())]
+    return [os.getppid(), started(os.getppid()), process_space()]
 
 
 def _lives(file: Path) -> bool:
     found = _read(file)
-    return isinstance(found, list) and len(found) == 2 and bool(found[1]) and started(int(found[0])) == found[1]
+    if not (isinstance(found, list) and len(found) == 3):
+        return False
+    return found[2] != process_space() or (bool(found[1]) and started(int(found[0])) == found[1])
 
 
 def _is_new(folder: Path) -> bool:
@@ -221,10 +223,10 @@ class Record:
     def of(cls, folder: Path) -> Record:
         """Returns what a run folder says; a new name where it says nothing."""
         found = _read(folder / RECORD)
-        with contextlib.suppress(KeyError, TypeError, ValueError):
+        with contextlib.suppress(KeyError, TypeError, ValueError, OSError):
             base = found["base"]
             token, epoch = str(found["run"]), int(found["epoch"])
-            if len(token) == 32 and set(token) <= set("0123456789abcdef"):
+            if _is_token(token) and found["folder"] == folder.stat().st_ino:  # else a copy of another run's folder
                 return cls(token, epoch, None if base is None else (int(base[0]), int(base[1])))
         return cls(secrets.token_hex(16), 0, None)
 
@@ -238,9 +240,13 @@ class Record:
 
     def write(self, folder: Path) -> None:
         """Writes it, durably."""
-        _write(folder / RECORD, asdict(self))
+        _write(folder / RECORD, {**asdict(self), "folder": folder.stat().st_ino})
         sync(folder / RECORD)
         sync(folder)
+
+
+def _is_token(name: str) -> bool:
+    return len(name) == 32 and set(name) <= set("0123456789abcdef")
 
 
 def too_small(place: Place, needed: int) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -149,7 +150,10 @@ class Placing:
             handle = -1
             try:
                 handle = os.open(self.reader.path / file, os.O_RDONLY | os.O_CLOEXEC)
-                list(threads().map(lambda some, h=handle, f=file: self._fill(h, f, some), _shares(self._files[file])))
+                work = [threads().submit(self._fill, handle, file, some) for some in _shares(self._files[file])]
+                wait(work)  # all, also after an error: nobody may write into the states after this has returned
+                for one in work:
+                    one.result()
             except OSError as error:
                 return [f"{self.reader.path / file} cannot be read: {plain(error)}"]
             finally:

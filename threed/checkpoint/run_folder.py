@@ -122,7 +122,7 @@ class Run:
         """Returns this process."""
         since, attempt = time.strftime("%Y-%m-%d %H:%M:%S"), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         pid = os.getpid()
-        return cls(platform.node(), _machine(), pid, started(pid), since, secrets.token_hex(8), job, attempt)
+        return cls(platform.node(), process_space(), pid, started(pid), since, secrets.token_hex(8), job, attempt)
 
     def is_over(self, file: Path, successor: Run, patience: float) -> bool:
         """Returns whether the run of `file` has ended, or is an earlier attempt of the successor's job."""
@@ -133,7 +133,7 @@ class Run:
         return not _is_renewed(file, patience)
 
 
-def _machine() -> str:
+def process_space() -> str:
     """Names what a pid and its start belong to: this boot of this machine, and a container's namespaces."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
