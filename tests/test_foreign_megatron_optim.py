@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import random
 import re
 import shutil
@@ -169,6 +170,25 @@ def test_torch_dist_states_are_the_same_bit_for_bit(case: str, dists: Path, tmp_
         convert(dists / case, tmp_path / "native", allow_pickle=True),
         written.states_of(written.model_of(DIST[case][0])),
     )
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq", "param", ""])
+def test_torch_dist_states_of_some_parameters_are_left_out_and_said(kind: str, dists: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    shutil.copytree(dists / "fully reshardable", folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    tensors = metadata.state_dict_metadata
+    for key in [key for key in tensors if key.startswith(f"optimizer.state.{kind}") and "linear_fc2" in key]:
+        del tensors[key]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.warns(UserWarning, match="it has other states of .*linear_fc2.* than of "):
+        out = convert(folder, tmp_path / "native", allow_pickle=True)
+    manifest = native.read_manifest(out)
+    assert (manifest["state"]["steps"], manifest["state"]["updates"]) == (0, 0)
+    with Reader(out, manifest) as reader:
+        assert all(parts == {"weight"} for parts in reader.parts.values())
+        for key, want in written.states_of(written.model_of(LLAMA))["weight"].items():
+            assert torch.equal(reader.full("weight", key), want.bfloat16())
 
 
 # ---------------------------------------------------------------------------------------------------------- going on

@@ -54,6 +54,7 @@ def states_of(
     try:
         if any(name.startswith(STATE) for name in dist.shapes):
             states.parts = _of_the_model(dist, names, unstacked)
+            _check_alike(states.parts, tensors, args)
             optimizer = common.get("optimizer")
         elif any(name.startswith(GROUP) for name in (*dist.shapes, *dist.objects)):
             states.parts = _of_buffers(dist, tensors, args)
@@ -91,6 +92,15 @@ def _of_the_model(
         for name, tensor in unstacked(whole).items():
             found.setdefault(name, {})[part] = tensor
     return found
+
+
+def _check_alike(parts: Mapping[str, Parts], tensors: Tensors, args: Mapping[str, Any]) -> None:
+    """Raises LeftOut where some parameters have other parts than others."""
+    tied = not args.get("untie_embeddings_and_output_weights")
+    names = [name for name in tensors if not (tied and name == LAST[-1])]  # a copy, which no optimizer has
+    for name in names:
+        if parts.get(name, {}).keys() != parts.get(names[0], {}).keys():
+            raise LeftOut(f"it has other states of {plain(name)} than of {plain(names[0])}")
 
 
 def _shaped(name: str, shape: Shape, own: Shape, pieces: Pieces) -> Boxes:
