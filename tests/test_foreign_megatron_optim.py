@@ -32,6 +32,8 @@ from threed.checkpoint.convert import convert
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.reading import Reader
 from threed.config import Config
+from threed.foreign import distcp
+from threed.foreign.megatron_dist_optim import MOST_TRIES, _numbers
 from threed.resolution import resolve
 
 TIED = LLAMA | {"untie_embeddings_and_output_weights": False}
@@ -189,6 +191,27 @@ def test_torch_dist_states_of_some_parameters_are_left_out_and_said(kind: str, d
         assert all(parts == {"weight"} for parts in reader.parts.values())
         for key, want in written.states_of(written.model_of(LLAMA))["weight"].items():
             assert torch.equal(reader.full("weight", key), want.bfloat16())
+
+
+def test_stages_are_tried_with_as_many_layers_as_their_sizes_allow() -> None:
+    deep = [(50_000, 10)] * 5000
+    assert _numbers(1_000 + 60 * 50_000 + 2_000, (1_000, 3), deep) == [60]
+    assert _numbers(999, (1_000, 3), deep) == []
+    assert _numbers(5_000, (0, 0), [(1, 1)] * 5000) == list(range(77, 77 + MOST_TRIES))
+
+
+def test_one_process_looks_at_the_buffers_of_all_ranks(
+    dists: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, real = list[int](), distcp.outline
+
+    def counted(jobs: Any) -> list[Any]:
+        groups.append(len(jobs))
+        return real(jobs)
+
+    monkeypatch.setattr(distcp, "outline", counted)
+    convert(dists / "gathered", tmp_path / "native", allow_pickle=True)
+    assert groups.count(4) == 1  # two stages of two tensor ranks
 
 
 # ---------------------------------------------------------------------------------------------------------- going on

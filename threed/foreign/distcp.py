@@ -52,6 +52,10 @@ class DistFolder:
         info = self._places.get((name, ()))
         return None if info is None or name in self.shapes else outline([self._job(info)])[0]
 
+    def entries(self, names: Iterable[str]) -> list[Any]:
+        """Returns objects that are there, which one process looks at."""
+        return outline([self._job(self._places[name, ()]) for name in names])
+
     def tensors(self, names: Sequence[str]) -> dict[str, Boxes]:
         """Returns tensors by name. CheckpointError where boxes leave holes, overlap, or are other ones than listed."""
         return {name: Boxed(self.shapes[name], pieces) for name, pieces in self.pieces(names).items()}
