@@ -190,6 +190,13 @@ def test_universal_checkpoints_that_are_not_whole_are_refused(kind: str, folders
     assert not (tmp_path / "native").exists()
 
 
+def test_a_universal_checkpoint_without_its_groups_says_what_is_left_out(folders: Path, tmp_path: Path) -> None:
+    folder = copy_of(folders, "gpt2-1-fp32-universal", tmp_path / "theirs")
+    next(folder.rglob("optimizer_state.pt")).unlink()
+    with pytest.warns(UserWarning, match=r"has no zero/optimizer_state\.pt: the loss scale of fp16 is left out"):
+        convert(folder, tmp_path / "native", allow_pickle=True, config=folders / "gpt2-1-fp32/config.json")
+
+
 # ---------------------------------------------------------------------------------------------------------- going on
 
 

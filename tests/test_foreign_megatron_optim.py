@@ -117,6 +117,9 @@ MISSING: dict[str, Callable[[Path], Any]] = {
     "are of several iterations": lambda folder: edited(
         folder / "mp_rank_01_001/model_optim_rng.pt", lambda state: state.update(iteration=200)
     ),
+    "exp_avg_sq of .* below zero": lambda folder: edited(
+        folder / "mp_rank_00_000/distrib_optim.pt", lambda state: buffers(state)["exp_avg_sq"].neg_()
+    ),
     "exp_avg of .* not finite": lambda folder: edited(
         folder / "mp_rank_00_000/distrib_optim.pt", lambda state: buffers(state)["exp_avg"].fill_(math.nan)
     ),

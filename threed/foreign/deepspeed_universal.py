@@ -45,6 +45,8 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
         self.stage = stage_of(about)
         self._begin(heads[0], "universal, from ")
         self.scale = scale_of(about.get("loss_scaler"))
+        if not own:
+            self._note(f"it has no zero/{STATE}: the loss scale of fp16 is left out")
         shapes = {name: tuple(shape) for group in heads[0]["param_shapes"] for name, shape in group.items()}
         self._take(folder, shapes)
         if self.stage == 3:
