@@ -106,6 +106,10 @@ REFUSED = {
     "window_size": {"window_size": (128, 0)},
     "normalization LayerNorm with position_embedding_type rope": {"normalization": "LayerNorm"},
     "gelu by the error function": {**GPT, "bias_gelu_fusion": False},
+    "its args: layers: Input should be a valid integer[^;]*; norm_eps: [^;]*$": {
+        "num_layers": "x",
+        "norm_epsilon": "y",
+    },
     "its args: 'ffn_hidden_size'": {"ffn_hidden_size": ...},
     "has 4 of 1000000000 layers": {"num_layers": 10**9},
     "has 21 rows, not|fewer rows than its model|not \\[": {"ffn_hidden_size": 21},
@@ -275,6 +279,7 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "names iter_0000100, which is not there: give": lambda folder: folder.rename(folder.parent / "iter_0000200"),
     "has 3 of 4 files of tp 2 and pp 2": lambda folder: shutil.rmtree(folder / "mp_rank_01_001"),
     "expert parallelism is not read": lambda folder: (folder / "mp_rank_00_001").rename(folder / "mp_rank_00_001_000"),
     "no file of the first rank": lambda folder: shutil.rmtree(folder / "mp_rank_00_000"),

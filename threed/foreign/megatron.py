@@ -55,7 +55,10 @@ Chunks = list[dict[str, Boxes]]  # a rank's tensors, by virtual stage
 
 
 def step_folder(path: Path) -> Path | None:
-    """Returns the folder of an iteration: `path`, or the one below that the tracker names; None: neither."""
+    """Returns the folder of an iteration: `path`, or the one below that the tracker names; None: neither.
+
+    Raises CheckpointError where the tracker names one that is not there.
+    """
     tracker = path / "latest_checkpointed_iteration.txt"
     if tracker.is_file():
         try:
@@ -63,7 +66,9 @@ def step_folder(path: Path) -> Path | None:
         except (ParseError, ValueError):
             return None
         name = text if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 12 else ""
-        return path / name if name and (path / name).is_dir() else None
+        if name and not (path / name).is_dir():
+            raise CheckpointError(f"{tracker} names {name}, which is not there: give the folder of an iteration itself")
+        return path / name if name else None
     return path
 
 
