@@ -145,6 +145,58 @@ def test_universal_checkpoints_are_those_that_they_were_made_of(name: str, folde
             assert torch.equal(readers[0].full(part, key), readers[1].full(part, key)), f"{part} of {key}"
 
 
+def removed(*names: str) -> Callable[[Path], Any]:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def put(name: str, tensor: Tensor) -> Callable[[Path], Any]:
+    return lambda folder: torch.save({"param": tensor}, folder / name)
+
+
+def renamed(name: str) -> Callable[[Path], Any]:
+    """Gives the first parameter another name in the model's file."""
+
+    def edit(folder: Path) -> None:
+        file = next(folder.parent.glob("*model_states.pt"))
+        head = torch.load(file, weights_only=False)
+        group = head["param_shapes"][0]
+        head["param_shapes"][0] = {name: group.pop(next(iter(group))), **group}
+        torch.save(head, file)
+
+    return edit
+
+
+WORD = "transformer.wte.weight"
+UNIVERSAL_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a weight is missing": (removed(f"{WORD}/fp32.pt"), f"has no zero/{WORD}/fp32.pt"),
+    "a moment is missing": (removed(f"{WORD}/exp_avg.pt"), f"has moments of .*, and not those of {WORD}"),
+    "both are missing": (removed(*(f"{WORD}/{part}.pt" for part in MOMENTS)), f"and not those of {WORD}"),
+    "a longer moment": (put(f"{WORD}/exp_avg.pt", torch.ones(60, 24)), r"is \[60, 24\], and its parameter \["),
+    "a moment with more dimensions": (put(f"{WORD}/exp_avg_sq.pt", torch.ones(53, 24, 2)), r"is \[53, 24, 2\]"),
+    "a shorter flat one": (put(f"{WORD}/exp_avg.pt", torch.ones(100)), r"is \[100\], and its parameter"),
+    "another number of updates": (put(f"{WORD}/step.pt", torch.tensor(1.0)), "different numbers of updates"),
+    "a name that is a path": (renamed("../../elsewhere"), "a parameter ../../elsewhere, which cannot be"),
+    "a name that is the folder above": (renamed(".."), "which cannot be the name of a folder"),
+    "a name that is too long": (renamed("a" * 300), "which cannot be the name of a folder"),
+}
+
+
+@pytest.mark.parametrize("kind", UNIVERSAL_DAMAGE)
+def test_universal_checkpoints_that_are_not_whole_are_refused(kind: str, folders: Path, tmp_path: Path) -> None:
+    folder, (edit, problem) = copy_of(folders, "gpt2-1-fp32-universal", tmp_path / "theirs"), UNIVERSAL_DAMAGE[kind]
+    edit(next(folder.rglob("zero")))
+    with pytest.raises(CheckpointError, match=problem):
+        convert(folder, tmp_path / "native", allow_pickle=True, config=folders / "gpt2-1-fp32/config.json")
+    assert not (tmp_path / "native").exists()
+
+
+def test_a_universal_checkpoint_without_its_groups_says_what_is_left_out(folders: Path, tmp_path: Path) -> None:
+    folder = copy_of(folders, "gpt2-1-fp32-universal", tmp_path / "theirs")
+    next(folder.rglob("optimizer_state.pt")).unlink()
+    with pytest.warns(UserWarning, match=r"has no zero/optimizer_state\.pt: the loss scale of fp16 is left out"):
+        convert(folder, tmp_path / "native", allow_pickle=True, config=folders / "gpt2-1-fp32/config.json")
+
+
 # ---------------------------------------------------------------------------------------------------------- going on
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import random
 import shutil
 import struct
@@ -105,7 +106,12 @@ REFUSED = {
     "window_size": {"window_size": (128, 0)},
     "normalization LayerNorm with position_embedding_type rope": {"normalization": "LayerNorm"},
     "gelu by the error function": {**GPT, "bias_gelu_fusion": False},
+    "its args: layers: Input should be a valid integer[^;]*; norm_eps: [^;]*$": {
+        "num_layers": "x",
+        "norm_epsilon": "y",
+    },
     "its args: 'ffn_hidden_size'": {"ffn_hidden_size": ...},
+    "has 4 of 1000000000 layers": {"num_layers": 10**9},
     "has 21 rows, not|fewer rows than its model|not \\[": {"ffn_hidden_size": 21},
 }
 
@@ -122,6 +128,24 @@ def test_other_models_are_refused_by_name(problem: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=problem):
         convert(folder, tmp_path / "native", allow_pickle=True)
     assert not (tmp_path / "native").exists()
+
+
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+TENSORS: dict[str, tuple[dict[str, Tensor], str]] = {
+    "a scalar": ({QKV: torch.tensor(1.0)}, r"linear_qkv.weight is \[\], and needs 40 rows"),
+    "a layer number of many digits": ({f"decoder.layers.{'9' * 5000}.mlp": torch.ones(3)}, "does not fit its args"),
+}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_tensors_that_no_model_has_are_refused(kind: str, tmp_path: Path) -> None:
+    folder = written.write_legacy(tmp_path / "theirs", LLAMA, written.weights_of(written.model_of(LLAMA)))
+    file = folder / "iter_0000100/mp_rank_00/model_optim_rng.pt"
+    state, (tensors, problem) = torch.load(file, weights_only=False), TENSORS[kind]
+    state["model"].update(tensors)
+    torch.save(state, file)
+    with pytest.raises(CheckpointError, match=problem):
+        convert(folder, tmp_path / "native", allow_pickle=True)
 
 
 # -------------------------------------------------------------------------------------------------------- torch_dist
@@ -166,6 +190,46 @@ def test_damaged_torch_dist_is_refused(problem: str, dists: Path, tmp_path: Path
     folder = tmp_path / "theirs"
     shutil.copytree(dists / "llama", folder)
     DIST_DAMAGE[problem](folder)
+    with pytest.raises(CheckpointError, match=problem):
+        convert(folder, tmp_path / "native", allow_pickle=True)
+
+
+WORD = "embedding.word_embeddings.weight"
+
+
+def changed(**attributes: Any) -> Callable[[Any], Any]:
+    """Changes what `.metadata` says of the embedding: of itself, of its first box, or of where that is."""
+
+    def change(metadata: Any) -> None:
+        tensor = metadata.state_dict_metadata[WORD]
+        place = next(info for key, info in metadata.storage_data.items() if key.fqn == WORD)
+        for of in (tensor, tensor.chunks[0], place):
+            for name in attributes.keys() & vars(of).keys():
+                object.__setattr__(of, name, attributes[name])
+
+    return change
+
+
+METADATA: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a size of texts": (changed(size=["x", "y"]), "no lengths"),
+    "a size of lists": (changed(size=[[52], [24]]), "no lengths"),
+    "a size of None": (changed(size=[None, None]), "no lengths"),
+    "a box at texts": (changed(offsets=["x", "y"]), "no lengths"),
+    "a box of tables": (changed(sizes=[{}, {}]), "no lengths"),
+    "a box before the first element": (changed(offsets=[-1, 0]), "no lengths"),
+    "no boxes": (changed(chunks=[]), f"has no boxes of {WORD}"),
+    "a place of texts": (changed(offset="a", length="b"), "no lengths"),
+    "a place of lists": (changed(offset=[], length=[]), "no lengths"),
+}
+
+
+@pytest.mark.parametrize("kind", METADATA)
+def test_metadata_of_other_types_is_refused(kind: str, dists: Path, tmp_path: Path) -> None:
+    folder, (change, problem) = tmp_path / "theirs", METADATA[kind]
+    shutil.copytree(dists / "llama", folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=problem):
         convert(folder, tmp_path / "native", allow_pickle=True)
 
@@ -215,6 +279,7 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "names iter_0000100, which is not there: give": lambda folder: folder.rename(folder.parent / "iter_0000200"),
     "has 3 of 4 files of tp 2 and pp 2": lambda folder: shutil.rmtree(folder / "mp_rank_01_001"),
     "expert parallelism is not read": lambda folder: (folder / "mp_rank_00_001").rename(folder / "mp_rank_00_001_000"),
     "no file of the first rank": lambda folder: shutil.rmtree(folder / "mp_rank_00_000"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import random
 import re
 import shutil
@@ -31,6 +32,8 @@ from threed.checkpoint.convert import convert
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.reading import Reader
 from threed.config import Config
+from threed.foreign import distcp
+from threed.foreign.megatron_dist_optim import MOST_TRIES, _numbers
 from threed.resolution import resolve
 
 TIED = LLAMA | {"untie_embeddings_and_output_weights": False}
@@ -114,6 +117,9 @@ MISSING: dict[str, Callable[[Path], Any]] = {
     "are of several iterations": lambda folder: edited(
         folder / "mp_rank_01_001/model_optim_rng.pt", lambda state: state.update(iteration=200)
     ),
+    "exp_avg_sq of .* below zero": lambda folder: edited(
+        folder / "mp_rank_00_000/distrib_optim.pt", lambda state: buffers(state)["exp_avg_sq"].neg_()
+    ),
     "exp_avg of .* not finite": lambda folder: edited(
         folder / "mp_rank_00_000/distrib_optim.pt", lambda state: buffers(state)["exp_avg"].fill_(math.nan)
     ),
@@ -169,6 +175,46 @@ def test_torch_dist_states_are_the_same_bit_for_bit(case: str, dists: Path, tmp_
         convert(dists / case, tmp_path / "native", allow_pickle=True),
         written.states_of(written.model_of(DIST[case][0])),
     )
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq", "param", ""])
+def test_torch_dist_states_of_some_parameters_are_left_out_and_said(kind: str, dists: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    shutil.copytree(dists / "fully reshardable", folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    tensors = metadata.state_dict_metadata
+    for key in [key for key in tensors if key.startswith(f"optimizer.state.{kind}") and "linear_fc2" in key]:
+        del tensors[key]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.warns(UserWarning, match="it has other states of .*linear_fc2.* than of "):
+        out = convert(folder, tmp_path / "native", allow_pickle=True)
+    manifest = native.read_manifest(out)
+    assert (manifest["state"]["steps"], manifest["state"]["updates"]) == (0, 0)
+    with Reader(out, manifest) as reader:
+        assert all(parts == {"weight"} for parts in reader.parts.values())
+        for key, want in written.states_of(written.model_of(LLAMA))["weight"].items():
+            assert torch.equal(reader.full("weight", key), want.bfloat16())
+
+
+def test_stages_are_tried_with_as_many_layers_as_their_sizes_allow() -> None:
+    deep = [(50_000, 10)] * 5000
+    assert _numbers(1_000 + 60 * 50_000 + 2_000, (1_000, 3), deep) == [60]
+    assert _numbers(999, (1_000, 3), deep) == []
+    assert _numbers(5_000, (0, 0), [(1, 1)] * 5000) == list(range(77, 77 + MOST_TRIES))
+
+
+def test_one_process_looks_at_the_buffers_of_all_ranks(
+    dists: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, real = list[int](), distcp.outline
+
+    def counted(jobs: Any) -> list[Any]:
+        groups.append(len(jobs))
+        return real(jobs)
+
+    monkeypatch.setattr(distcp, "outline", counted)
+    convert(dists / "gathered", tmp_path / "native", allow_pickle=True)
+    assert groups.count(4) == 1  # two stages of two tensor ranks
 
 
 # ---------------------------------------------------------------------------------------------------------- going on

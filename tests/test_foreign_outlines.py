@@ -197,6 +197,13 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path: Path) -> None:
         place.read(2, 5)
 
 
+@pytest.mark.parametrize("rows", [2**11, 2**40])
+def test_a_tensor_whose_values_lie_on_one_another_takes_no_memory(rows: int, tmp_path: Path) -> None:
+    torch.save(torch.zeros(1, 1024, dtype=torch.bfloat16).expand(rows, 1024), tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=rf"x\.pt: a tensor of \[{rows}, 1024\] has only 1024 values"):
+        outline([Job(tmp_path / "x.pt")])
+
+
 # ----------------------------------------------------------------------------------------------------------- limits
 
 PROBE = """

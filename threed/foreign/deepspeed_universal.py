@@ -45,6 +45,8 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
         self.stage = stage_of(about)
         self._begin(heads[0], "universal, from ")
         self.scale = scale_of(about.get("loss_scaler"))
+        if not own:
+            self._note(f"it has no zero/{STATE}: the loss scale of fp16 is left out")
         shapes = {name: tuple(shape) for group in heads[0]["param_shapes"] for name, shape in group.items()}
         self._take(folder, shapes)
         if self.stage == 3:
@@ -55,12 +57,15 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
 
     def _take(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         """Takes each parameter's parts."""
+        for name in shapes:
+            if Path(name).name != name or name == ".." or not name.isprintable() or len(name.encode()) > 250:
+                raise CheckpointError(f"{folder} has a parameter {plain(name)}, which cannot be the name of a folder")
         files = {(name, part): folder / "zero" / name / file for name in shapes for file, part in PARTS.items()}
         here = {key: file for key, file in files.items() if file.is_file()}
         if missing := [name for name in shapes if (name, WEIGHT) not in here]:
             raise CheckpointError(f"{folder} has no zero/{plain(missing[0])}/fp32.pt, and its model has that parameter")
         found = dict(zip(here, outline([Job(file) for file in here.values()]), strict=True))
-        steps = set()
+        steps = set[float | None]()
         for (name, part), value in found.items():
             tensor = value.get("param") if isinstance(value, dict) else value
             if part == "step":
@@ -68,12 +73,17 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
                 continue
             if not isinstance(tensor, Place):
                 raise CheckpointError(f"{files[name, part]} has no tensor")
-            flat = len(tensor.shape) == 1 and tensor.numel == math.prod(shapes[name])
-            shape = shapes[name] if flat else tensor.shape
+            shape = shapes[name]
+            if tensor.shape not in (shape, (math.prod(shape),)):
+                raise CheckpointError(f"{files[name, part]} is {list(tensor.shape)}, and its parameter {list(shape)}")
             self._tensors.setdefault(name, {})[part] = Spread(shape, tensor)
-        for parts in self._tensors.values():
-            if not set(MOMENTS) <= parts.keys():
-                for part in MOMENTS:
-                    parts.pop(part, None)
-        if updates := [step for step in steps if step is not None]:
-            self.progress = Progress(self.progress.steps, self.progress.samples, max(updates))
+        whole = [name for name, parts in self._tensors.items() if set(MOMENTS) <= parts.keys()]
+        if whole and len(whole) < len(shapes):
+            lost = next(name for name in shapes if name not in whole)
+            raise CheckpointError(f"{folder} has moments of {plain(whole[0])}, and not those of {plain(lost)}")
+        if not whole:  # those of another optimizer, or none
+            self._tensors = {name: {WEIGHT: parts[WEIGHT]} for name, parts in self._tensors.items()}
+        if len(updates := {step for step in steps if step is not None}) > 1:
+            raise CheckpointError(f"{folder} has different numbers of updates: {plain(sorted(updates))}")
+        if updates:
+            self.progress = Progress(self.progress.steps, self.progress.samples, updates.pop())

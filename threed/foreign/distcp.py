@@ -35,8 +35,8 @@ class DistFolder:
                             for key, info in state["storage_data"].items()}  # fmt: skip
             tensors = {str(name): entry.state for name, entry in state["state_dict_metadata"].items()
                        if entry.name.endswith(".TensorStorageMetadata")}  # fmt: skip
-            self.shapes: dict[str, Shape] = {name: tuple(entry["size"]) for name, entry in tensors.items()}
-            self._chunks = {name: [(tuple(c.state["offsets"]), tuple(c.state["sizes"])) for c in entry["chunks"]]
+            self.shapes: dict[str, Shape] = {name: _lengths(entry["size"]) for name, entry in tensors.items()}
+            self._chunks = {name: [(_lengths(c.state["offsets"]), _lengths(c.state["sizes"])) for c in entry["chunks"]]
                             for name, entry in tensors.items()}  # fmt: skip
         except (KeyError, TypeError, AttributeError, ValueError, IndexError, OverflowError) as error:
             text = f"{type(error).__name__}: {plain(error)}"
@@ -52,12 +52,18 @@ class DistFolder:
         info = self._places.get((name, ()))
         return None if info is None or name in self.shapes else outline([self._job(info)])[0]
 
+    def entries(self, names: Iterable[str]) -> list[Any]:
+        """Returns objects that are there, which one process looks at."""
+        return outline([self._job(self._places[name, ()]) for name in names])
+
     def tensors(self, names: Sequence[str]) -> dict[str, Boxes]:
         """Returns tensors by name. CheckpointError where boxes leave holes, overlap, or are other ones than listed."""
         return {name: Boxed(self.shapes[name], pieces) for name, pieces in self.pieces(names).items()}
 
     def pieces(self, names: Sequence[str]) -> dict[str, Pieces]:
         """Returns the boxes of tensors, by name."""
+        if empty := next((name for name in names if not self._chunks[name]), None):
+            raise CheckpointError(f"{self.path} has no boxes of {plain(empty)}")
         listed = [
             ["weight", name, list(self.shapes[name]), *map(list, box)] for name in names for box in self._chunks[name]
         ]
@@ -78,7 +84,7 @@ class DistFolder:
 
     def _job(self, info: Mapping[str, Any]) -> Job:
         try:
-            file, first, length = info["relative_path"], info["offset"], info["length"]
+            file, (first, length) = info["relative_path"], _lengths([info["offset"], info["length"]])
             if Path(file).name != file or not file.isprintable():
                 raise CheckpointError(f"{self.path} names {plain(file)}, which is no file of it")
             if info.get("transform_descriptors"):
@@ -87,3 +93,11 @@ class DistFolder:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             text = f"{type(error).__name__}: {plain(error)}"
             raise CheckpointError(f"{self.path} is not as torch.distributed.checkpoint writes it ({text})") from None
+
+
+def _lengths(values: Iterable[Any]) -> Shape:
+    """Returns numbers of elements or bytes, and raises TypeError for what is none."""
+    found = tuple(values)
+    if not all(type(value) is int and value >= 0 for value in found):
+        raise TypeError(f"{plain(found)} are no lengths")
+    return found

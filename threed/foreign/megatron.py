@@ -30,7 +30,7 @@ from threed.parse import ParseError, read_file
 from threed.zero.records import WEIGHT
 
 FILE = "model_optim_rng.pt"
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.(.+)")
 ROW_PARALLEL = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
 COLUMN_PARALLEL = ("self_attention.linear_qkv.", "mlp.linear_fc1.", "word_embeddings.weight", "output_layer.weight")
 FUSED = {  # norms that are part of the layer behind them, with Transformer Engine
@@ -55,7 +55,10 @@ Chunks = list[dict[str, Boxes]]  # a rank's tensors, by virtual stage
 
 
 def step_folder(path: Path) -> Path | None:
-    """Returns the folder of an iteration: `path`, or the one below that the tracker names; None: neither."""
+    """Returns the folder of an iteration: `path`, or the one below that the tracker names; None: neither.
+
+    Raises CheckpointError where the tracker names one that is not there.
+    """
     tracker = path / "latest_checkpointed_iteration.txt"
     if tracker.is_file():
         try:
@@ -63,7 +66,9 @@ def step_folder(path: Path) -> Path | None:
         except (ParseError, ValueError):
             return None
         name = text if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 12 else ""
-        return path / name if name and (path / name).is_dir() else None
+        if name and not (path / name).is_dir():
+            raise CheckpointError(f"{tracker} names {name}, which is not there: give the folder of an iteration itself")
+        return path / name if name else None
     return path
 
 
@@ -83,6 +88,9 @@ class MegatronCheckpoint:
         if table is None:
             raise CheckpointError(f"{path} has no args: of what model it is cannot be known")
         self.model: ModelConfig = model_of(table, str(path))
+        have = len({match[1] for name in tensors if (match := LAYER.fullmatch(name))})
+        if self.model.layers > have:  # before each of them is made
+            raise CheckpointError(f"{path} does not fit its args: it has {have} of {self.model.layers} layers")
         self.shapes: Mapping[str, Shape] = our_shapes(entries(self.model))
         masters = {name: some[WEIGHT] for name, some in states.parts.items() if WEIGHT in some}
         try:
@@ -158,9 +166,9 @@ def _queries_keys_values(kind: str, tensor: Boxes, model: ModelConfig) -> Iterat
     """Yields the rows of queries, keys and values, group by group."""
     groups = model.kv_heads or model.heads
     each, head = model.heads // groups, model.head_dim or model.hidden // model.heads
+    if tensor.shape[:1] != (groups * (each + 2) * head,):
+        raise CheckpointError(f"linear_qkv.{kind} is {list(tensor.shape)}, and needs {groups * (each + 2) * head} rows")
     firsts = [group * (each + 2) * head for group in range(groups)]
-    if tensor.shape[0] != groups * (each + 2) * head:
-        raise CheckpointError(f"linear_qkv.{kind} has {tensor.shape[0]} rows, not {groups * (each + 2) * head}")
     yield f"attention.query.{kind}", rows(tensor, *((at, at + each * head) for at in firsts))
     yield f"attention.key.{kind}", rows(tensor, *((at + each * head, at + (each + 1) * head) for at in firsts))
     yield f"attention.value.{kind}", rows(tensor, *((at + (each + 1) * head, at + (each + 2) * head) for at in firsts))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from threed.architectures.checks import find_model_problems
 from threed.checkpoint.files import CheckpointError, plain
 from threed.config import ModelConfig
@@ -42,6 +44,9 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
         raise CheckpointError(f"{where} is of a model that cannot be expressed here: {'; '.join(problems)}")
     try:
         model = resolve_model(ModelConfig.model_validate(_keys(args, gated)))
+    except ValidationError as error:
+        some = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False)[:3]]
+        raise CheckpointError(f"{where}: its args: {plain('; '.join(some), 2000)}") from None
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{where}: its args: {' '.join(plain(error, 2000).split())}") from None
     if wrong := list(find_model_problems(model)):

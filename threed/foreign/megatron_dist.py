@@ -26,7 +26,7 @@ STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
 PREFIXES = ("model.module.module.", "model.module.", "model.", "")
 WORD = "embedding.word_embeddings.weight"
 OTHERS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
-MOST_LAYERS = 100_000
+MOST_LAYERS = 10_000
 
 
 def is_dist(path: Path) -> bool:

@@ -16,8 +16,8 @@ gpt_model.py, transformer/transformer_layer.py, attention.py and mlp.py (NVIDIA/
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, count, takewhile
 from typing import Any
 
 from threed.checkpoint.files import CheckpointError, plain
@@ -39,6 +39,8 @@ MODULES = (
     "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2",
 )  # fmt: skip
 KINDS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
+MOST_TRIES = 20  # numbers of layers of a stage that are tried, of those whose sizes fit
+Size = tuple[int, int]  # values, and parameters
 Buckets = tuple[dict[str, Elements], list[int] | None]  # parts of a buffer, and the sizes of its buckets
 
 
@@ -54,6 +56,7 @@ def states_of(
     try:
         if any(name.startswith(STATE) for name in dist.shapes):
             states.parts = _of_the_model(dist, names, unstacked)
+            _check_alike(states.parts, tensors, args)
             optimizer = common.get("optimizer")
         elif any(name.startswith(GROUP) for name in (*dist.shapes, *dist.objects)):
             states.parts = _of_buffers(dist, tensors, args)
@@ -93,6 +96,15 @@ def _of_the_model(
     return found
 
 
+def _check_alike(parts: Mapping[str, Parts], tensors: Tensors, args: Mapping[str, Any]) -> None:
+    """Raises LeftOut where some parameters have other parts than others."""
+    tied = not args.get("untie_embeddings_and_output_weights")
+    names = [name for name in tensors if not (tied and name == LAST[-1])]  # a copy, which no optimizer has
+    for name in names:
+        if parts.get(name, {}).keys() != parts.get(names[0], {}).keys():
+            raise LeftOut(f"it has other states of {plain(name)} than of {plain(names[0])}")
+
+
 def _shaped(name: str, shape: Shape, own: Shape, pieces: Pieces) -> Boxes:
     """Returns a tensor of the model's shape, from pieces of it, or of fragments that are flat."""
     if own == shape:
@@ -128,10 +140,12 @@ def _of_buffers(dist: DistFolder, tensors: Tensors, args: Mapping[str, Any]) -> 
     stages = [(chunk, stage) for chunk in range(chunks.pop()) for stage in range(pp)]
     found: dict[Rank, list[dict[str, Parts]]] = {(rank, stage): [] for rank in range(tp) for stage in range(pp)}
     layers = _in_order(tensors)
+    sizes = [_size(names, tensors, tp, gated) for names in layers]
     for chunk, stage in stages:
         first, last = (chunk, stage) == stages[0], (chunk, stage) == stages[-1]
         buffers = [groups[stage * tp + rank][chunk] for rank in range(tp)]
-        for number in range(len(layers) + 1):
+        ends = _size(_stage_names([], tensors, first, last, len(stages) > 1).values(), tensors, tp, gated)
+        for number in _numbers(buffers[0][0][WEIGHT].numel, ends, sizes):
             names = _stage_names(layers[:number], tensors, first, last, len(stages) > 1)
             shares = [{local: share(name, tensors[name], rank, tp, gated) for local, name in names.items()}
                       for rank in range(tp)]  # fmt: skip
@@ -139,12 +153,27 @@ def _of_buffers(dist: DistFolder, tensors: Tensors, args: Mapping[str, Any]) -> 
                 break
         else:
             raise LeftOut(f"its optimizer's flat buffers do not fit its weights, or in more than one way; {ADVICE}")
-        layers = layers[number:]
+        layers, sizes = layers[number:], sizes[number:]
         for rank in range(tp):
             found[rank, stage].append(own[rank])
     if layers:
         raise LeftOut(f"its optimizer's flat buffers have fewer layers than its model; {ADVICE}")
     return joined_parts(found, gated, dist.path)
+
+
+def _size(names: Iterable[str], tensors: Tensors, tp: int, gated: bool) -> Size:
+    sizes = [numel(share(name, tensors[name], 0, tp, gated)) for name in names]
+    return sum(sizes), len(sizes)
+
+
+def _numbers(have: int, ends: Size, layers: Iterable[Size]) -> list[int]:
+    """Returns how many of the layers a stage may have, by the number of values of its buffer.
+
+    ends: the size of what is before and behind its layers. Values are compared for these numbers alone.
+    """
+    totals = accumulate(layers, lambda before, layer: (before[0] + layer[0], before[1] + layer[1]), initial=ends)
+    fit = [number for number, (size, count) in enumerate(totals) if size <= have <= size + 64 * count]
+    return fit[:MOST_TRIES]
 
 
 def _fitting(shares: Sequence[Mapping[str, Boxes]], buffers: Sequence[Buckets]) -> list[dict[str, Parts]] | None:
@@ -189,13 +218,12 @@ def _in_a_row(buckets: Sequence[Pieces]) -> Elements:
 
 def _gathered(dist: DistFolder) -> dict[int, list[Buckets]]:
     """Returns the buffers of each group, of objects as a legacy file is one."""
-    groups: dict[int, list[Buckets]] = {}
-    for group in count():
-        state = _alone(dist.entry(f"{GROUP}{group}.param_state/shard_0_1"))
-        if state is None:
-            return groups
-        groups[group] = [(buffer, None) for buffer in buffers_of(state)]
-    return groups
+    objects = set(dist.objects)
+    names = list(takewhile(objects.__contains__, (f"{GROUP}{group}.param_state/shard_0_1" for group in count())))
+    return {
+        group: [(buffer, None) for buffer in buffers_of(_alone(state))]
+        for group, state in enumerate(dist.entries(names))
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------- names

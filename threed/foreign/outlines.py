@@ -34,6 +34,7 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 CHUNK = 2**25  # bytes that are read at a time
+MOST_EXPANDED = 2**20  # elements of a tensor that has fewer values in its file
 
 
 class Job(NamedTuple):
@@ -203,6 +204,8 @@ class _Values:
         reach = 0 if 0 in shape else reach
         if (offset + reach) * DTYPES[dtype].itemsize > nbytes or first + nbytes > self.size:
             raise CheckpointError(f"{self.path}: a tensor lies outside of the file")
+        if math.prod(shape) > max(reach, MOST_EXPANDED):
+            raise CheckpointError(f"{self.path}: a tensor of {shape} has only {reach} values in the file")
         return Place(self.path, DTYPES[dtype], tuple(shape), tuple(stride), offset, first)
 
 

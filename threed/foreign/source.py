@@ -25,6 +25,7 @@ from threed.config import Config, DataConfig, ModelConfig, OptimConfig
 from threed.zero.records import WEIGHT
 
 Shape = tuple[int, ...]
+SQUARES = "exp_avg_sq"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -90,6 +91,8 @@ def write_native(
             values = source.part_box(name, kind, start, size)
             if not values.isfinite().all():
                 raise CheckpointError(f"{kind} of {name} has values that are not finite: take an earlier checkpoint")
+            if kind == SQUARES and (values < 0).any():
+                raise CheckpointError(f"{kind} of {name} has values below zero, which no mean of squares has")
             yield narrowed(name, values, to)
 
     config = Config(model=source.model, data=DataConfig(tokenizer=tokenizer), optim=OptimConfig(name="adamw"))
