@@ -199,7 +199,7 @@ GRADIENT = Journey(
         Step("threed.collectives:sum_of_scalars", "norm and loss in one message"),
         Step(f"{_OPTIMIZER}._update", "bucket by bucket, in forward order",
              by="Optimizer.step", via=("apply", "_update_all", "_update_in_turn")),
-        Step("threed.ops.adam:Adam.update", "weights and moments of a slice", via=("_apply_rule",)),
+        Step("threed.ops.adam:Adam.update", "weights and moments of a slice", via=("apply_rule",)),
         Step("threed.zero.gather:Gatherer.publish", "this bucket has new values", by="Optimizer._update"),
         Step("threed.collectives:start_all_gather", "begins to gather the others' slices", via=("_publish",)),
         Step(f"{_STAGE}.forward", "layer by layer, in the next step", by="Gatherer.publish",

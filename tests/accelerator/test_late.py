@@ -34,7 +34,7 @@ from threed.data.prefetch import Prefetcher
 from threed.engine import Engine
 from threed.memory import tiers
 from threed.metrics import DataError
-from threed.ops import adam, matmul
+from threed.ops import adam, fused_cpu, matmul
 from threed.testing import RanksFailed, Results, results_of
 from threed.topology import Topology
 from threed.zero.optimizer import Optimizer
@@ -90,7 +90,11 @@ def train(config: Config) -> Results:
 @contextmanager
 def same_kernels(config: Config) -> Iterator[None]:
     """Has the CPU compute what the device does by the same kernels: torch's. What the host updates is its own."""
-    with patch.object(matmul, "_onednn_is_faster", lambda: False):
+    others = (
+        patch.object(matmul, "_onednn_is_faster", lambda: False),
+        patch.object(fused_cpu, "has_tiles", lambda: False),
+    )
+    with others[0], others[1]:
         if config.zero.offload_optimizer != "none":
             yield
             return
