@@ -34,6 +34,7 @@ from tests.harness import free_port, run_ranks, run_script
 from tests.runs import open_text, run
 from threed import collectives
 from threed.checkpoint import copies, node_memory
+from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.run_folder import RunFolderError, process_space
 from threed.checks import find_problems
 from threed.config import Config
@@ -421,7 +422,7 @@ class Starts:
                 stack.enter_context(mock.patch.object(node_memory, "launcher", return_value=[launcher, "1", "here"]))
             try:
                 return run(self.folder / name, self.data, self.world, **keys)
-            except (RuntimeError, RunFolderError) as error:
+            except (RuntimeError, RunFolderError, CheckpointError) as error:
                 return f"{type(error).__name__}: {error}"
 
 
@@ -433,13 +434,23 @@ def other_ways(folder: Path) -> None:
     start("origin", checkpoint={"every": 5, "memory_every": 0}, train={"stop_after": 5, "global_batch": 8})
     origin = checkpoint(folder / "origin", 5)
     keys: Keys = {"checkpoint": {"every": 0, "resume": origin}}
-    assert start("from a path", 8, job=True, **keys).endswith("planted")
-    for file in in_memory(folder):
-        if file.suffix == ".safetensors":
-            file.unlink()
+
+    def broken_with_its_memory(name: str) -> None:
+        assert start(name, 8, job=True, **keys).endswith("planted")
+        for file in in_memory(folder):
+            if file.suffix == ".safetensors":
+                file.unlink()
+
+    broken_with_its_memory("from a path")
     said = start("from a path", job=True, **keys)
     assert resumed(said).startswith(origin), said
     assert said.count("skipped a checkpoint: ") == 2, said
+    broken_with_its_memory("from nothing")
+    flip(next(Path(origin).glob("*.safetensors")))
+    said = start("from nothing", job=True, **keys)
+    assert said.startswith("CheckpointError: "), said
+    assert "is damaged" in said
+    shutil.rmtree(folder / "memory-0")
 
     assert start("anew", 7, job=True, launcher=111, **alone).endswith("planted")
     anew: Keys = {"checkpoint": {"every": 0, "resume": "none"}}
@@ -489,7 +500,13 @@ def skipped_steps(folder: Path) -> None:
     assert in_memory(folder) == []
     assert "/step-4" in resumed(start("bad", **bad))
 
-    with mock.patch.object(Engine, "bad_steps", lambda self: int(self.steps == 4)):
+    def asking(self: Trainer, *args: Any, **more: Any) -> None:
+        self._beside()  # as memory does
+        save_checkpoint(self, *args, **more)
+
+    save_checkpoint = Trainer._save
+    bad_at = mock.patch.object(Engine, "bad_steps", lambda self: int(self.steps == 4))
+    with bad_at, mock.patch.object(Trainer, "_save", asking):
         start("put off", checkpoint={"every": 2, "keep": 1, "keep_every": 4}, train={"stop_after": 7})
     kept = {path.name: path / "manifest.json" for path in (folder / "put off" / "run" / "checkpoints").iterdir()}
     assert json.loads(kept["step-5"].read_text())["state"]["extra"]["put_off"] == [4]
