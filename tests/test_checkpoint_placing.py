@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,8 +25,9 @@ from tests.test_checkpoint_native import DAMAGES, flip
 from tests.test_checkpoint_retention import in_one_rank, step
 from threed import collectives
 from threed.checkpoint import finite
+from threed.checkpoint import placing as placing_module
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.placing import Placing
+from threed.checkpoint.placing import Placing, _File, _Part
 from threed.data import Data
 from threed.sharding import Box, Piece
 
@@ -247,3 +253,26 @@ def test_after_an_error_nothing_more_is_written_and_nothing_is_raised() -> None:
         watch("weight", Piece(name, (1,), 0, (0,), (1,)), Box((0,), (1,), 0), torch.zeros(1))
     assert written == ["a", "b"]
     assert watch.problems == ["b cannot be read"]
+
+
+def test_after_a_read_error_nobody_writes_any_more(tmp_path: Path) -> None:
+    """One thread's read fails at once; the others' are slow, and have ended when the load has."""
+    out = np.zeros(4 * 2**20, np.uint8)
+    (tmp_path / "file").touch()
+    placing = Placing(SimpleNamespace(path=tmp_path), (), lambda part, name: False)  # type: ignore[arg-type]
+    parts = [_Part(at, out[at : at + 2**20], torch.float32, "") for at in range(0, out.nbytes, 2**20)]
+    placing._files["file"] = _File([part.at for part in parts], parts, 2**20)
+
+    def slow(handle: int, into: memoryview, at: int) -> None:
+        if not at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        time.sleep(0.2)
+        into[:] = bytes([1]) * len(into)
+
+    with mock.patch.object(placing_module, "fill", slow), mock.patch.object(placing_module, "BLOCK", 2**20):
+        (problem,) = placing.finish()
+    assert problem.startswith(f"{tmp_path / 'file'} cannot be read: ")
+    assert "Input/output error" in problem
+    before = out.copy()
+    time.sleep(0.3)
+    assert np.array_equal(out, before)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -12,6 +14,7 @@ from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
 from threed import launch
 from threed.cli import main
+from threed.memory.io import SwapError
 
 
 def save_checkpoint(path: Path) -> None:
@@ -116,3 +119,14 @@ def test_inspect_verifies_and_convert_exports_a_checkpoint(tmp_path: Path, capsy
 def test_report_needs_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "metrics.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_drive_that_fails_is_one_line(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It names what failed and where itself; an OSError of a run folder would be told of otherwise."""
+    (tmp_path / "a.txt").write_text("some text " * 2000)
+    flags = ["--preset", "tiny", "--data.path", str(tmp_path / "a.txt"), "--run.dir", str(tmp_path / "run")]
+    error = SwapError(number, "rank 0: reading 4096 bytes of /swap/states.rank0: failed")
+    with mock.patch.object(launch, "_train", side_effect=error):
+        assert launch.main(flags, prog="pretrain/gpt.py", arch="gpt") == 2
+    assert capsys.readouterr().err == f"threed: {error}\n"

@@ -34,9 +34,11 @@ from tests.harness import free_port, run_ranks, run_script
 from tests.runs import open_text, run
 from threed import collectives
 from threed.checkpoint import copies, node_memory
-from threed.checkpoint.run_folder import RunFolderError
+from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.run_folder import RunFolderError, process_space
 from threed.checks import find_problems
 from threed.config import Config
+from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.monitor import metrics, process
 from threed.resolution import resolve
@@ -213,26 +215,53 @@ def test_as_many_machines_or_more(tmp_path: Path, truth: dict[str, list[float]])
         assert re.search(f"skipped a checkpoint: .*{problem}", said[name]), said[name]
 
 
-def full_memory(folder: Path) -> dict[str, str]:
-    """A run of which rank 1 cannot write its copy of step 4, nor then its neighbour's."""
-    write, count = copies.write_in_place, [0]
+def failures(folder: Path) -> dict[str, str]:
+    """Runs of which rank 1 cannot write its copy of step 4, nor then its neighbour's; cannot make a slot; cannot make
+    its machine's folder."""
+    write, mkdir, count = copies.write_in_place, Path.mkdir, [0]
 
-    def failing(path: Path, some: Any) -> None:
+    def full(path: Path, some: Any) -> None:
         count[0] += 1
         if count[0] == 4:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(path, some)
 
-    patch = mock.patch.object(copies, "write_in_place", failing) if Topology().rank == 1 else contextlib.nullcontext()
-    with patch:
-        return runs(folder, {"full": {**SLICED, **NEIGHBOUR}}, 2)
+    def no_slot(path: Path, *args: Any, **more: Any) -> None:
+        count[0] += path.name == "slot-1"  # of every other step
+        if path.name == "slot-1" and count[0] == 3:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        mkdir(path, *args, **more)
+
+    def no_folder(place: node_memory.Place) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    keys: Keys = {**SLICED, **NEIGHBOUR}
+    said = {}
+    for name, patch in {
+        "full": mock.patch.object(copies, "write_in_place", full),
+        "no slot": mock.patch.object(Path, "mkdir", no_slot),
+        "no folder": mock.patch.object(node_memory.Place, "begin", no_folder),
+    }.items():
+        count[0] = 0
+        with patch if Topology().rank == 1 else contextlib.nullcontext():
+            said |= runs(folder, {name: keys}, 2)
+    return said
 
 
 def test_training_goes_on_where_copies_fail(tmp_path: Path) -> None:
-    """Nobody waits for what does not come, and the next copies are whole again."""
-    said = run_ranks(2, full_memory, tmp_path)[0]["full"]
-    what = "the step before 5: rank 1: OSError: [Errno 28] No space left on device"
-    assert re.findall("no copies in memory of (.*); training goes on", said) == [what]
+    """Nobody waits for what does not come, and the next copies are whole again. A folder that cannot even be begun is
+    one line, the same on all ranks."""
+    ranks = run_ranks(2, failures, tmp_path)
+    for name, what in {
+        "full": "5: rank 1: OSError: [Errno 28] No space left on device",
+        "no slot": "7: rank 1: PermissionError: [Errno 13] Permission denied",
+    }.items():
+        assert re.findall("no copies in memory of the step before (.*); training goes on", ranks[0][name]) == [what]
+    assert ranks[0]["no folder"] == ranks[1]["no folder"]
+    line = ranks[0]["no folder"]
+    assert line.startswith("RunFolderError: copies in memory cannot be begun in "), line
+    assert "No space left on device" in line
+    assert f"name another folder in memory by {node_memory.FOLDER}" in line
 
 
 def test_a_place_in_memory_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,17 +282,24 @@ def test_a_place_in_memory_that_will_not_do(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_ended_runs_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their launcher is gone; that of one that lives stays, and one that is being made."""
+    """Their launcher is gone; that of one that lives stays, one of which nothing is seen here, one that is being made,
+    and what is no run's."""
     monkeypatch.setenv(node_memory.FOLDER, str(tmp_path))
-    places = [node_memory.Place(letter * 32) for letter in "abcd"]
-    for place in places[:3]:
+    places = [node_memory.Place(letter * 32) for letter in "abcde"]
+    for place in places[:4]:
         place.begin()
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    (places[1].folder / "launcher.json").write_text(json.dumps([gone.pid, "123"]))
-    places[3].folder.mkdir()
+    for place, space in ((places[1], process_space()), (places[2], "another boot or container")):
+        (place.folder / "launcher.json").write_text(json.dumps([gone.pid, "123", space]))
+    places[4].folder.mkdir()
+    others = [places[0].home / name for name in ("cache", "a" * 31, "A" * 32)]
+    for other in others:
+        other.mkdir()
+        os.utime(other, (1, 1))
     assert places[0].sweep() == ["b" * 32]
-    assert [place.folder.exists() for place in places] == [True, False, True, True]
+    assert [place.folder.exists() for place in places] == [True, False, True, True, True]
+    assert all(other.exists() for other in others)
 
 
 def test_ranks_of_one_start_meet_whatever_is_in_the_store() -> None:
@@ -365,6 +401,141 @@ def exactly(folder: Path) -> None:
 
 def test_memory_belongs_to_the_start_that_left_it(tmp_path: Path) -> None:
     run_ranks(1, exactly, tmp_path)
+
+
+class Starts:
+    """Starts of runs in one world, as torchrun's ranks or not: what each said, and where. Collective."""
+
+    def __init__(self, folder: Path, world: int) -> None:
+        self.folder, self.world, self.data = folder, world, open_text(folder)
+
+    def __call__(
+        self, name: str, before: int | None = None, job: bool = False, launcher: int | None = None, **groups: Any
+    ) -> str:
+        keys = keys_of(self.folder / name, groups, self.world)
+        about = {"TORCHELASTIC_RUN_ID": "job"} if job else {}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.dict(os.environ, about))
+            stack.enter_context(on_machine(self.folder, 0))  # one for all runs
+            stack.enter_context(broken_off(before))
+            if launcher is not None:
+                stack.enter_context(mock.patch.object(node_memory, "launcher", return_value=[launcher, "1", "here"]))
+            try:
+                return run(self.folder / name, self.data, self.world, **keys)
+            except (RuntimeError, RunFolderError, CheckpointError) as error:
+                return f"{type(error).__name__}: {error}"
+
+
+def other_ways(folder: Path) -> None:
+    """In one rank: starts that are to begin again elsewhere than in what is in memory, or to leave it alone."""
+    start = Starts(folder, 1)
+    alone: Keys = {"checkpoint": {"every": 0}}
+
+    start("origin", checkpoint={"every": 5, "memory_every": 0}, train={"stop_after": 5, "global_batch": 8})
+    origin = checkpoint(folder / "origin", 5)
+    keys: Keys = {"checkpoint": {"every": 0, "resume": origin}}
+
+    def broken_with_its_memory(name: str) -> None:
+        assert start(name, 8, job=True, **keys).endswith("planted")
+        for file in in_memory(folder):
+            if file.suffix == ".safetensors":
+                file.unlink()
+
+    broken_with_its_memory("from a path")
+    said = start("from a path", job=True, **keys)
+    assert resumed(said).startswith(origin), said
+    assert said.count("skipped a checkpoint: ") == 2, said
+    broken_with_its_memory("from nothing")
+    flip(next(Path(origin).glob("*.safetensors")))
+    said = start("from nothing", job=True, **keys)
+    assert said.startswith("CheckpointError: "), said
+    assert "is damaged" in said
+    shutil.rmtree(folder / "memory-0")
+
+    assert start("anew", 7, job=True, launcher=111, **alone).endswith("planted")
+    anew: Keys = {"checkpoint": {"every": 0, "resume": "none"}}
+    with mock.patch.object(Trainer, "_log_header", side_effect=RuntimeError("at the start")):
+        assert start("anew", job=True, launcher=222, **anew).endswith("at the start")
+    said = start("anew", job=True, launcher=222, **anew)
+    assert resumed(said) == "", said
+    assert len(losses(folder / "anew")) == STEPS
+
+    assert start("model", 4, **alone).endswith("planted")
+    for other in ({"model": {"hidden": 32}}, {"optim": {"name": "lion"}}):
+        said = start("model", **alone, **other)
+        assert said.startswith("RunFolderError: step 3 of this run is in memory, and "), said
+    shutil.copytree(folder / "model" / "run", folder / "copied" / "run")
+    assert start("copied", 6, **alone).endswith("planted")
+    assert resumed(start("model", **alone)) == "step 3 from the memory of 1 machine; there is no checkpoint"
+    assert resumed(start("copied", **alone)) == "step 5 from the memory of 1 machine; there is no checkpoint"
+
+    keys = {"checkpoint": {"every": 2, "memory_every": 5}}
+    assert start("damaged", 7, **keys).endswith("planted")
+    flip(next(Path(checkpoint(folder / "damaged", 6)).glob("*.safetensors")))
+    assert resumed(start("damaged", **keys)) == "step 5 from the memory of 1 machine; the newest checkpoint is step 4"
+    assert in_memory(folder) == []
+
+
+def skipped_steps(folder: Path) -> None:
+    """In one rank: no copies are made in a row of skipped steps, nor is any left where a run ends by one; and they take
+    nothing of what checkpoints say of those that were put off."""
+    start, copied, one_step = Starts(folder, 1), list[int](), Trainer._one_step
+
+    def planted(self: Trainer, *batches: Any) -> None:
+        state = self.engine.optimizer.states[0]
+        if self.engine.steps == 5:
+            with self.engine.optimizer.held(state, ("weight",), write=True) as held:
+                held["weight"].mul_(1e200)
+        one_step(self, *batches)
+
+    def seen(self: copies.Copies, state: Any) -> None:
+        copied.append(state["steps"])
+        save(self, state)
+
+    save = copies.Copies.save
+    bad: Keys = {"train": {"stop_after": STEPS, "global_batch": 8, "max_bad_steps": 3}}
+    with mock.patch.object(Trainer, "_one_step", planted), mock.patch.object(copies.Copies, "save", seen):
+        assert start("bad", **bad).startswith("BadStepsError: ")
+    assert copied == [1, 2, 3, 4, 5]
+    assert in_memory(folder) == []
+    assert "/step-4" in resumed(start("bad", **bad))
+
+    def asking(self: Trainer, *args: Any, **more: Any) -> None:
+        self._beside()  # as memory does
+        save_checkpoint(self, *args, **more)
+
+    save_checkpoint = Trainer._save
+    bad_at = mock.patch.object(Engine, "bad_steps", lambda self: int(self.steps == 4))
+    with bad_at, mock.patch.object(Trainer, "_save", asking):
+        start("put off", checkpoint={"every": 2, "keep": 1, "keep_every": 4}, train={"stop_after": 7})
+    kept = {path.name: path / "manifest.json" for path in (folder / "put off" / "run" / "checkpoints").iterdir()}
+    assert json.loads(kept["step-5"].read_text())["state"]["extra"]["put_off"] == [4]
+
+
+@pytest.mark.parametrize("what", [other_ways, skipped_steps])
+def test_what_is_not_taken_from_memory(what: Callable[[Path], None], tmp_path: Path) -> None:
+    run_ranks(1, what, tmp_path)
+
+
+def replicas_differ(folder: Path) -> None:
+    """Rank 0's weights change by themselves; the next start goes on from before that."""
+    start, one_step = Starts(folder, 2), Trainer._one_step
+
+    def planted(self: Trainer, *batches: Any) -> None:
+        if self.engine.steps == 5 and self.engine.topology.rank == 0:
+            self.engine.optimizer.states[0].storages["weight"].tensor.mul_(1.5)  # type: ignore[attr-defined]
+        one_step(self, *batches)
+
+    keys: Keys = {"zero": {"stage": 0}, "run_keys": {"check_replicas": 4}}
+    with mock.patch.object(Trainer, "_one_step", planted):
+        assert start("run", **keys).startswith("ReplicaError: step 8")
+    collectives.barrier(Topology().axis("world"))  # files of a rank that was late may be left, but no step
+    said = start("run", **keys)
+    assert Topology().rank or "/step-4" in resumed(said), said
+
+
+def test_replicas_that_differ_leave_memory(tmp_path: Path) -> None:
+    run_ranks(2, replicas_differ, tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------- torchrun's agents

@@ -175,7 +175,7 @@ class Memory:
         """Leaves nothing in memory for a next start. Not collective."""
         if self.copies is None:
             return
-        self.finish(0.0)
+        self.finish()  # or its thread would make anew what is removed
         if self.machines.first:
             self.place.keep(-1, -1)
 
@@ -212,7 +212,6 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
     first = "auto" if in_memory else first
     paths = collectives.exchange([str(path) for path in candidates(folder, first)], world)[0]
     problems: list[str] = []
-    newest = max((_step(path) for path in paths), default=-1)
     tried = _in_order(paths, in_memory)
     if begun_from:  # where nothing of this run's own can be read, it begins again where it began
         tried.append((begun_from, None))
@@ -223,10 +222,12 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
             if first != "auto":
                 raise
             problems.append(str(error))
+            paths = [other for other in paths if other != path]
             continue
         if copy is None:
             saved = retention.trust(Path(path)) == f"step-{engine.steps}"
             return {**extra, "path": Path(path), "problems": problems, "saved": saved}
+        newest = max((_step(path) for path in paths), default=-1)  # of those that were not refused
         checkpoint = f"the newest checkpoint is step {newest}" if newest >= 0 else "there is no checkpoint"
         machines = f"the memory of {copy.machines} machine{'s' * (copy.machines > 1)}"
         text = f"step {copy.step} from {machines}; {checkpoint}"

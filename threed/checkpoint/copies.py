@@ -166,6 +166,7 @@ class _Writing:
         """Writes this rank's files; returns the entries of those that a neighbour keeps."""
         rank = int(self.entry["rank"])
         mine = self.slot / f"entry-{rank:05d}.json"
+        self.slot.mkdir(parents=True, exist_ok=True)
         mine.unlink(missing_ok=True)
         values = self.snapshot.values()
         for file in self.files:
@@ -284,14 +285,15 @@ class Neighbour:
     def exchange(self, slot: Path, entry: Mapping[str, Any]) -> None:
         """Sends the files of an entry, which lie in `slot`, and keeps those that come, in the same slot. OSError once
         all is sent and received."""
+        failed: list[OSError] = []
         for source, _ in self.sources:
-            (slot / f"copy-{source:05d}.json").unlink(missing_ok=True)
+            _attempted(partial((slot / f"copy-{source:05d}.json").unlink, missing_ok=True), failed)
         text = _bytes_of(entry)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in self.sources]
         self._wait([(torch.tensor([text.numel()]), self.to)], list(zip(lengths, self._links, strict=True)))
         texts = [torch.empty(int(n), dtype=torch.uint8) for n in lengths]
         self._wait([(text, self.to)], list(zip(texts, self._links, strict=True)))
-        entries, failed = [_of_bytes(text) for text in texts], list[OSError]()
+        entries = [_of_bytes(text) for text in texts]
         sending, *keeping = (_chunks(slot, one) for one in (entry, *entries))
         for out, *ins in zip_longest(sending, *keeping):
             sent = [] if out is None else [(_attempted(out.read, failed, out.count), self.to)]

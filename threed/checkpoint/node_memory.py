@@ -72,10 +72,8 @@ class Place:
         return [folder.name for folder in gone]
 
     def slot(self, epoch: int, number: int) -> Path:
-        """Returns the folder of a slot, which is there."""
-        folder = self.folder / str(epoch) / f"slot-{number}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        """Returns the folder of a slot, for the one who writes to make."""
+        return self.folder / str(epoch) / f"slot-{number}"
 
     def entries(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Yields the slot and the entry of each rank's files, and of copies of them, that are whole."""
