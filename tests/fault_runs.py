@@ -4,9 +4,9 @@
     repeat("killed", tmp_path, lambda folder: run(case, folder, truth))
 
 FAULT_REPEATS says how often a case is run, FAULT_RESULTS names a file of results. Repeats that the file has are not run
-again, so that many can be spread over several sessions. A row has case, repeat, exit code, the line that says what
-happened, seconds of the run, seconds from a fault to the message that names a rank that hangs, and the steps of the
-checkpoints that were there.
+again, so that many can be spread over several sessions: tests/data/faults.jsonl has those so far. A row has case,
+repeat, date, exit code, the line that says what happened, seconds of the run, seconds from a fault to the message that
+names a rank that hangs, and the steps of the checkpoints that were there.
 """
 
 from __future__ import annotations
@@ -214,5 +214,6 @@ def repeat(name: str, place: Path, once: Callable[[Path], dict[str, Any]]) -> No
         seen = once(place / str(number))
         if file is not None:
             with file.open("a") as rows:
-                rows.write(json.dumps({"case": name, "repeat": number, **seen}) + "\n")
+                about = {"case": name, "repeat": number, "date": time.strftime("%Y-%m-%d")}
+                rows.write(json.dumps({**about, **seen}) + "\n")
         shutil.rmtree(place / str(number))
