@@ -587,7 +587,7 @@ STORIES = [
     Story("lost-rank-0", MEMORY.format(1), lost="a", store=True),
     Story("lost-one-of-three", MEMORY.format(2), begin="abc", lost="c", flags=NEXT_ONE),
     Story("a-rank-killed", MEMORY.format(2), kill_a_rank=True, exact=True),
-    Story("added", SAVED, begin="a", come="b", always=True),
+    Story("added", SAVED, begin="a", come="b"),
     Story("lost-and-added", SAVED, lost="b", come="c"),
     Story("lost-store", "", lost="a", code=1),
 ]  # fmt: skip

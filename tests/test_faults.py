@@ -63,19 +63,18 @@ def asked(do: str, rank: int, at: str = "forward", step: int = 6, **more: Any) -
     return Case(f"{do}-{at}-{rank}{suffix}", fault, PREEMPTED.format(who), **about)
 
 
-def planted(at: str, rank: int, always: bool = False) -> Case:
+def planted(at: str, rank: int) -> Case:
     says = rf"rank {rank} on \S+ \(stage {rank}, dp 0, tp 0\) failed in step 6, phase step: RuntimeError: planted"
-    return Case(f"exception-{at}-{rank}", f"rank={rank} step=6 at={at} do=raise", says, rank_code=1, always=always)
+    return Case(f"exception-{at}-{rank}", f"rank={rank} step=6 at={at} do=raise", says, rank_code=1)
 
 
-def disk(what: str, step: int, always: bool = False) -> Case:
+def disk(what: str, step: int) -> Case:
     text = {"ENOSPC": "No space left on device", "EROFS": "Read-only file system"}[what]
     fault = f"rank=1 step={step} at=fsync do={what}"
     says = rf"rank 1 could not write .*{text}.*earlier checkpoints are intact"
     last = step == STEPS
     return Case(
         f"{what}-{step}", fault, says, int(last), (8, 8) if last else (12, 12), rank_code=2 if last else None,
-        always=always,
     )  # fmt: skip
 
 
@@ -83,8 +82,8 @@ KILLED = [(at, rank) for at in ("forward", "collective", "update") for rank in (
 CASES = [
     *(killed(at, rank) for at, rank in KILLED),
     killed("collective", 0, restarts=0, always=True),
-    beside_one_that_waits("SIGKILL", r"was killed: process \d+ has ended in step 6", always=True),
-    beside_one_that_waits("raise", "failed in step 6, phase step: RuntimeError: planted"),
+    beside_one_that_waits("SIGKILL", r"was killed: process \d+ has ended in step 6"),
+    beside_one_that_waits("raise", "failed in step 6, phase step: RuntimeError: planted", always=True),
     *(stopped(rank) for rank in range(4)),
     stopped(0, TWO, always=True),
     hangs("data", "sleep", r"waits for no other rank: step 6, phase data, in act at tests/faulty.py"),
@@ -93,7 +92,7 @@ CASES = [
     asked("launcher-SIGHUP", 0),
     asked("launcher-SIGUSR1", 1, launcher=("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1")),
     asked("SIGTERM", 0),
-    asked("SIGUSR1", 1, always=True),
+    asked("SIGUSR1", 1),
     asked("SIGHUP", 1),
     asked("SIGUSR1", 1, topology=ASYNCHRONOUS),
     asked("SIGUSR1", 3, topology=SLICED),
@@ -111,10 +110,10 @@ CASES = [
     ),
     Case("launcher-SIGKILL", "rank=1 step=6 at=forward do=launcher-SIGKILL", "step     5/12", code=-9),
     Case("SIGTERM-at-the-end", "rank=1 step=12 at=sample do=SIGTERM", "resume     torchrun", 0, (12, 12)),
-    planted("forward", 1, always=True),
+    planted("forward", 1),
     planted("update", 0),
     disk("ENOSPC", 8),
-    disk("ENOSPC", 12, always=True),
+    disk("ENOSPC", 12),
     disk("EROFS", 12),
 ]  # fmt: skip
 

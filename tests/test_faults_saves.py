@@ -80,7 +80,7 @@ CASES = [
     killed("entry", 1, BEFORE, beside=True),
     killed("commit", 0, BEFORE, beside=True),
     killed("commit", 1, EITHER, beside=True),
-    killed("publish", 0, BEFORE, beside=True, always=True),
+    killed("publish", 0, BEFORE, beside=True),
     killed("published", 0, AFTER, beside=True),
     killed("prune", 0, AFTER, beside=True),
     killed("publish", 0, (12, 12), beside=True, restarts=1, code=0),
