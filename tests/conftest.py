@@ -70,3 +70,9 @@ def pytest_collection_finish() -> None:
     """What all test modules imported stays to the end: collections need not look at it again, which takes them most of
     a second each."""
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict[tuple[str, ...], list[tuple[int, float]]]:
+    """The losses of runs that nothing happened to, by the flags of their topology, once `fault_runs` has asked."""
+    return {}

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.harness import run_script
 from threed.checkpoint import native
 from threed.monitor import heartbeat, metrics
@@ -72,6 +74,11 @@ class Case:
     def world(self) -> int:
         words = zip(self.topology, self.topology[1:], strict=False)
         return math.prod(int(size) for key, size in words if key in ("--parallel.pp", "--parallel.tp", "--parallel.dp"))
+
+
+def params(cases: Sequence[Case]) -> list[Any]:
+    """The parameters of a test of each case: CI runs those of `always`, the grid the others."""
+    return [pytest.param(case, id=case.name, marks=() if case.always else pytest.mark.grid) for case in cases]
 
 
 def environment(folder: Path, fault: str = "") -> dict[str, str]:

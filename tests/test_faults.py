@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault_runs import FOUR, SLICED, STEPS, TWO, Case, Truth, repeat, run
+from tests.fault_runs import FOUR, SLICED, STEPS, TWO, Case, Truth, params, repeat, run
 
 ASYNCHRONOUS = (*TWO, "--parallel.schedule", "2bw")
 HANG_S = 6
@@ -118,14 +118,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def truth() -> Truth:
-    """The losses of runs that nothing happened to, by the flags of their topology, once they were asked for."""
-    return {}
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=() if case.always else pytest.mark.grid) for case in CASES]
-)
+@pytest.mark.parametrize("case", params(CASES))
 def test_a_fault(case: Case, tmp_path: Path, truth: Truth) -> None:
     repeat(case.name, tmp_path, lambda folder: run(case, folder, truth))

@@ -170,12 +170,6 @@ def go_on(one: OnDisk, folder: Path, expected: list[tuple[int, float]]) -> None:
     assert ("export" in one.case.name) == (folder / "run" / "runs" / "tiny" / "hf" / "config.json").exists()
 
 
-@pytest.fixture(scope="module")
-def truth() -> Truth:
-    """The losses of runs that nothing happened to, once they were asked for."""
-    return {}
-
-
 @pytest.mark.parametrize(
     "one", [pytest.param(one, id=one.case.name, marks=() if one.always else pytest.mark.grid) for one in CASES]
 )

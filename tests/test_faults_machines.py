@@ -88,12 +88,6 @@ def together(folder: Path, fault: str, flags: Sequence[str] = (), prelude: str =
     return [one.returncode for one in both], said
 
 
-@pytest.fixture(scope="module")
-def truth() -> Truth:
-    """The losses of runs that nothing happened to, once they were asked for."""
-    return {}
-
-
 @pytest.fixture(autouse=True)
 def two_machines() -> None:
     if reason := allowed():

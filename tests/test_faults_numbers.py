@@ -27,6 +27,7 @@ from tests.fault_runs import (
     launched,
     line_of,
     losses,
+    params,
     prepare,
     repeat,
     row,
@@ -60,15 +61,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def truth() -> Truth:
-    """The losses of runs that nothing happened to, once they were asked for."""
-    return {}
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=() if case.always else pytest.mark.grid) for case in CASES]
-)
+@pytest.mark.parametrize("case", params(CASES))
 def test_numbers(case: Case, tmp_path: Path, truth: Truth) -> None:
     repeat(case.name, tmp_path, lambda folder: run(case, folder, truth))
 
