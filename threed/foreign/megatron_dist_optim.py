@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, count, takewhile
 from typing import Any
 
-from threed.checkpoint.files import CheckpointError, plain
+from threed.checkpoint.files import plain
 from threed.foreign.distcp import DistFolder, Pieces
 from threed.foreign.megatron import LAYER, Rank, Tensors, joined_parts, share
 from threed.foreign.megatron_flat import numel
-from threed.foreign.megatron_optim import FRESH, PARTS, LeftOut, Parts, States, add_counters, buffers_of, flat_states
+from threed.foreign.megatron_optim import PARTS, LeftOut, Parts, States, add_counters, buffers_of, certain, flat_states
 from threed.foreign.spread import Boxed, Boxes, Chain, Elements, Shape, Spread
 from threed.zero.records import WEIGHT
 
@@ -52,8 +52,9 @@ def states_of(
 
     names: keys of the model's tensors, by Megatron's names. tensors: the model's, by the numbers of layers.
     """
-    states = States()
-    try:
+
+    def read() -> States:
+        states = States()
         if any(name.startswith(STATE) for name in dist.shapes):
             states.parts = _of_the_model(dist, names, unstacked)
             _check_alike(states.parts, tensors, args)
@@ -64,12 +65,9 @@ def states_of(
         else:
             raise LeftOut("it was saved without its optimizer, or with several ones")
         add_counters(states, common, args, optimizer)
-    except LeftOut as why:
-        return States(note=f"masters and moments are left out, weights alone are read: {why}; {FRESH}")
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        text = f"{type(error).__name__}: {plain(error)}"
-        raise CheckpointError(f"{dist.path}: its optimizer's states are not as Megatron writes them ({text})") from None
-    return states
+        return states
+
+    return certain(read, dist.path)
 
 
 def _alone(found: Any) -> Any:

@@ -18,12 +18,12 @@ from typing import Any
 from threed.checkpoint.files import CheckpointError, plain
 from threed.foreign.megatron import FILE, Chunks, MegatronCheckpoint, Rank, joined, joined_parts, step_folder
 from threed.foreign.megatron_optim import (
-    FRESH,
     LeftOut,
     Parts,
     States,
     add_counters,
     buffers_of,
+    certain,
     flat_states,
     grouped_states,
 )
@@ -101,16 +101,13 @@ def _states(
     args: Mapping[str, Any],
 ) -> States:  # fmt: skip
     """Returns what the optimizer has, of whole tensors; what is not certain is left out, and said."""
-    states = States()
-    try:
-        states.parts = joined_parts(_own_states(folder, places, found, weights), gated, folder)
+
+    def read() -> States:
+        states = States(joined_parts(_own_states(folder, places, found, weights), gated, folder))
         add_counters(states, found[0, 0], args, found[0, 0].get("optimizer"))
-    except LeftOut as why:
-        return States(note=f"masters and moments are left out, weights alone are read: {why}; {FRESH}")
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        text = f"{type(error).__name__}: {plain(error)}"
-        raise CheckpointError(f"{folder}: its optimizer's states are not as Megatron writes them ({text})") from None
-    return states
+        return states
+
+    return certain(read, folder)
 
 
 def _own_states(

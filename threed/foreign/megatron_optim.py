@@ -13,11 +13,12 @@ NVIDIA/Megatron-LM, commit d98e8a64.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from threed.checkpoint.files import plain
+from threed.checkpoint.files import CheckpointError, plain
 from threed.foreign.megatron_flat import Buffer, fits, numel, positions
 from threed.foreign.outlines import Place, number
 from threed.foreign.source import Progress
@@ -131,6 +132,18 @@ def _whole(place: Any) -> Spread:
 
 
 # ------------------------------------------------------------------------------------------------------ how far it was
+
+
+def certain(read: Callable[[], States], where: Path) -> States:
+    """Returns the states that `read` does, or none and a note where it raises LeftOut. CheckpointError, naming the
+    checkpoint, where its entries are others than Megatron's."""
+    try:
+        return read()
+    except LeftOut as why:
+        return States(note=f"masters and moments are left out, weights alone are read: {why}; {FRESH}")
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        text = f"{type(error).__name__}: {plain(error)}"
+        raise CheckpointError(f"{where}: its optimizer's states are not as Megatron writes them ({text})") from None
 
 
 def add_counters(states: States, common: Mapping[str, Any], args: Mapping[str, Any], optimizer: Any) -> None:
