@@ -196,6 +196,9 @@ def run(case: Case, folder: Path, truth: Truth) -> dict[str, Any]:
     line = check(case, folder / "run", done)
     check_nothing_lives(folder / "run")
     steps = saved(folder / "run")
+    if case.restarts:
+        rows = metrics.read(folder / "run" / "runs" / "tiny" / "metrics.jsonl")
+        assert (rows[0]["run/restarts"], rows[-1]["run/restarts"]) == (0, 1), rows
     if losses(folder / "run") != expected:
         assert not case.restarts
         again(case, folder / "run")

@@ -124,8 +124,10 @@ def by_world(moves: dict[int, Move], case: Callable[[Move], Case]) -> Iterator[t
         yield world, {number: one for number, one in moves.items() if case(one).world == world}
 
 
+@pytest.mark.grid
 def test_any_topology_goes_on_from_any_other(tmp_path: Path) -> None:
-    """Losses and every weight, three steps on, as without the move."""
+    """Losses and every weight, three steps on, as without the move; every run of the tests has those of
+    tests/test_checkpoint_matrix.py, one step on."""
     moves, wanted, found = dict(enumerate(MOVES)), {}, {}
     for world, some in by_world(moves, lambda one: one.source):
         wanted |= run_ranks(world, depart, tmp_path, some)[0]

@@ -120,11 +120,11 @@ CASES = [
        rank_code=2),
     on(drive, "read-only-beside-training", "rank=1 step=8 at=piece do=break", rf"no checkpoint of step 8: .*{READ_ONLY}"
        + GOES_ON, 1, [4], (rf"threed: could not begin \S+step-12: {READ_ONLY}.*earlier checkpoints are intact",),
-       flags=BESIDE, rank_code=2, always=True),
+       flags=BESIDE, rank_code=2),
     on(drive, "read-only-and-SIGTERM", "rank=1 step=6 at=forward do=break;rank=1 step=7 at=forward do=SIGTERM",
        rf"threed: could not begin \S+step-\d: {READ_ONLY}.*earlier checkpoints are intact", 1, [4], rank_code=2),
     on(memory, "read-only-at-the-start", "", r"run folder runs/tiny cannot be made in \S+, which is read-only", 1, [],
-       before=refuse, rank_code=2),
+       before=refuse, rank_code=2, always=True),
 ]  # fmt: skip
 
 

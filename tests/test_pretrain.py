@@ -15,7 +15,7 @@ from tests.harness import run_script
 from threed import launch
 from threed.checkpoint import native
 from threed.config import Config
-from threed.monitor import heartbeat, metrics
+from threed.monitor import metrics
 
 ROOT = Path(__file__).parent.parent
 QUICK = [
@@ -125,28 +125,6 @@ def test_dry_run_prints_the_plan_and_trains_nothing(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "pp1 dp1 tp1" in done.stdout
     assert "ideal bubble" in done.stdout
-
-
-def test_a_killed_rank_ends_the_run_and_a_restart_goes_on_from_the_checkpoint(folder: Path) -> None:
-    flags = [
-        "--preset", "tiny", *QUICK, "--train.steps", "25", "--checkpoint.every", "5", "--log.wandb", "off",
-        "--checkpoint.export-hf", "false", "--parallel.pp", "2", "--log.every", "1",
-    ]  # fmt: skip
-    line = command(2, "gpt.py", *flags)
-    at = line.index("--nproc-per-node")
-    line[at:at] = ["--max-restarts", "1"]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(line, cwd=folder, env=environment(folder), **streams) as job:  # type: ignore[call-overload]
-        run = folder / "runs" / "tiny"
-        wait_for(lambda: (run / "checkpoints" / "step-5").exists())
-        victim = next(beat["pid"] for beat in heartbeat.read_all(run / "heartbeat") if beat["rank"] == 1)
-        os.kill(victim, signal.SIGKILL)
-        output = job.communicate(timeout=240)[0]
-    assert job.returncode == 0, output
-    rows = metrics.read(run / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, 26))
-    assert rows[-1]["run/restarts"] == 1
-    assert "resumed" in output
 
 
 def test_an_interrupted_run_says_in_one_line_how_it_goes_on(folder: Path) -> None:

@@ -68,7 +68,7 @@ def one_of(world: int, zero: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.grid), 3])
 def test_a_rank_of_16384_takes_what_a_rank_of_64_takes(zero: int) -> None:
     """Tensors: no more, but for padding of slices. Python: two kilobytes for each rank of the world, for lists of
     ranks, the answers to an exchange of configurations, and the forecast's row of each rank."""

@@ -284,7 +284,8 @@ def test_metrics_may_be_read_after_the_step() -> None:
 # ------------------------------------------------------------------------------------------------------- large models
 
 
-LARGE = [("llama", 0, 8), ("gpt", 513, 8), pytest.param("llama", 1023, 32, marks=pytest.mark.grid)]
+GRID = pytest.mark.grid
+LARGE = [("gpt", 513, 8), pytest.param("llama", 0, 8, marks=GRID), pytest.param("llama", 1023, 32, marks=GRID)]
 
 
 @pytest.mark.slow
