@@ -108,7 +108,7 @@ CASES = [
     Case(
         "SIGTERM-twice", "rank=all step=6 at=forward do=SIGTERM-twice", "exitcode  : 143", rank_code=143,
     ),
-    Case("launcher-SIGKILL", "rank=1 step=6 at=forward do=launcher-SIGKILL", "step     5/12", code=-9),
+    Case("launcher-SIGKILL", "rank=1 step=6 at=forward do=launcher-SIGKILL", "step     4/12", code=-9),
     Case("SIGTERM-at-the-end", "rank=1 step=12 at=sample do=SIGTERM", "resume     torchrun", 0, (12, 12)),
     planted("forward", 1),
     planted("update", 0),
