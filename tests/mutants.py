@@ -1,7 +1,7 @@
 """Do the tests notice? Makes small changes of meaning and runs the tests that cover each. By hand, not by pytest.
 
-    python tests/mutants.py --map --folder DIR                  # once: which test runs which statement (minutes)
-    python tests/mutants.py --seed 0 --count 80 --jobs 2 --folder DIR      # then: the changes (within an hour)
+    python tests/mutants.py --map --folder DIR                  # once: which test runs which statement (40 min)
+    python tests/mutants.py --seed 0 --count 80 --jobs 2 --folder DIR      # then: the changes (about an hour)
 
 The changes are generated (`tests/mutations.py`) and drawn by the seed: as many of each area, and within it each kind of
 change in turn, one a statement. A change runs the tests that cover its statement, likeliest first, until one fails

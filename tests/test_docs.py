@@ -303,7 +303,8 @@ def test_lines_of_prose_fit_a_screen(path: Path) -> None:
 
 def test_the_index_has_every_page() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
-    assert [path.name for path in PAGES if f"({path.name})" not in index and path.parent.name == "docs"] == ["index.md"]
+    pages = [path.name for path in PAGES if path.parent == ROOT / "docs"]
+    assert [name for name in pages if f"({name})" not in index] == ["index.md"]
 
 
 def test_the_changelog_keeps_its_form() -> None:

@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = tools.add_parser("verify", help=text, allow_abbrev=False, description=f"{text}; takes flags of training too")
     sub.add_argument("model", metavar="FILE.py:NAME", help="a class called with a ModelConfig and a Slicing")
     sub.add_argument(
-        "--topologies", help="such as tp2,tp2-seq,dp2-zero3: words tpN ppN dpN seq zeroN recompute offload"
+        "--topologies", help="such as tp2,tp2-seq,dp2-zero3: words tpN ppN dpN microN seq zeroN recompute offload"
     )
     sub.add_argument("--timeout", type=float, default=120, help="seconds for one topology (default 120)")
     sub.add_argument("--json", action="store_true", help="print JSON")

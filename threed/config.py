@@ -244,7 +244,7 @@ class OptimConfig(_Group):
         "cosine", description="learning rate after the warmup"
     )
     betas: Betas = Field(
-        (0.9, 0.95), description="decay of the first and second moment (adamw); by convention 0.9,0.99 with lion"
+        (0.9, 0.95), description="decay of the first and second moment (adamw, lion); by convention 0.9,0.99 with lion"
     )
     momentum: Share = Field(0.9, description="decay of the momentum (sgd)")
     eps: Positive = Field(1e-8, description="added to the root of the second moment (adamw)")
@@ -261,7 +261,9 @@ class DataConfig(_Group):
         None, description=".txt, .jsonl, a folder of them, or Megatron .bin/.idx; none: this Python's library sources"
     )
     tokenizer: Text = Field("bytes", description="bytes, or the path of a tokenizer.json")
-    split: Annotated[Share, Field(gt=0)] = Field(0.05, description="share of the data, its end, kept for validation")
+    split: Annotated[Share, Field(gt=0)] = Field(
+        0.05, description="share of the data kept for validation: its end; files of the default corpus"
+    )
 
 
 class CheckpointConfig(_Group):
@@ -312,7 +314,7 @@ class RunConfig(_Group):
     )
     hang_timeout: DurationOrNone = Field(
         600.0,
-        description="longest that a rank may stay in one phase before the run is ended and the rank named; 0: ever",
+        description="longest that a rank may stay in one phase before the run is ended and the rank named; 0: for ever",
     )
     replicate: Literal["none", "neighbour"] = Field(
         "none", description="where copies in memory are kept: on each rank's own machine, or on the next one as well"

@@ -9,7 +9,7 @@
 
 A state is set by this if it is in the host's memory and each of its boxes lies in the files as it does there: in one
 piece, in the same dtype. So it is wherever tensors are cut over tensor ranks as they were when they were saved. Memory:
-1 MiB a thread.
+4 MiB a thread.
 """
 
 from __future__ import annotations
