@@ -49,8 +49,10 @@ def killed(at: str, rank: int, saved: tuple[int, int], beside: bool = False, **m
 
 
 def asked(do: str, at: str, step: int, **more: Any) -> Case:
+    """A signal while a save is written; training goes on when it has come, or its last step might be done before."""
     about = {"saved": (8, 11), "rank_code": 75, "preempted": True, **more}
-    return Case(f"{do}-{at}-beside", f"rank=1 step={step} at={at} do={do}", PREEMPTED, flags=BESIDE, **about)
+    fault = f"rank=1 step={step} at={at} do={do};rank=0 step={step + 1} at=step do=hold-fired-1"
+    return Case(f"{do}-{at}-beside", fault, PREEMPTED, flags=BESIDE, **about)
 
 
 LOADED = ("--train.stop-after", "6")
