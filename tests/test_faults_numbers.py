@@ -96,7 +96,7 @@ def test_a_bit_flips_in_a_file(name: str, tmp_path: Path, truth: Truth) -> None:
 
 def second(folder: Path, truth: Truth) -> dict[str, Any]:
     """A run starts in the folder of another one, which goes on."""
-    case = Case("two-runs", "rank=all step=5 at=step do=slow each=yes", "")
+    case = Case("two-runs", "rank=all step=5 at=step do=hold-refused", "")
     expected, place = uninterrupted(truth, case, folder / "straight"), prepare(folder / "run")
     line = torchrun(2, SCRIPT, *FLAGS, *case.topology)
     with subprocess.Popen(
@@ -109,6 +109,7 @@ def second(folder: Path, truth: Truth) -> dict[str, Any]:
         began = time.monotonic()
         done = subprocess.run(line, cwd=place, env=environment(place), capture_output=True, text=True, timeout=200)
         seconds = time.monotonic() - began
+        (place / "refused").touch()
         said, _ = first.communicate(timeout=200)
     assert first.returncode == 0, said
     assert done.returncode == 1, done.stdout + done.stderr
