@@ -222,9 +222,8 @@ def repeat(name: str, place: Path, once: Callable[[Path], dict[str, Any]]) -> No
     file = Path(os.environ["FAULT_RESULTS"]) if "FAULT_RESULTS" in os.environ else None
     for number in range(done_before(file).get(name, 0), int(os.environ.get("FAULT_REPEATS", "1"))):
         seen = once(place / str(number))
-        seen["says"] = seen["says"].replace(f"{place / str(number)}/", "")
         if file is not None:
             with file.open("a") as rows:
                 about = {"case": name, "repeat": number, "date": time.strftime("%Y-%m-%d")}
-                rows.write(json.dumps({**about, **seen}) + "\n")
+                rows.write(json.dumps({**about, **seen}).replace(f"{place / str(number)}/", "") + "\n")
         shutil.rmtree(place / str(number))
