@@ -76,8 +76,8 @@ class Case:
         return math.prod(int(size) for key, size in words if key in ("--parallel.pp", "--parallel.tp", "--parallel.dp"))
 
 
-def params(cases: Sequence[Case]) -> list[Any]:
-    """The parameters of a test of each case: CI runs those of `always`, the grid the others."""
+def params(cases: Sequence[Any]) -> list[Any]:
+    """The parameters of a test of each case, by its `name`: CI runs those of `always`, the grid the others."""
     return [pytest.param(case, id=case.name, marks=() if case.always else pytest.mark.grid) for case in cases]
 
 

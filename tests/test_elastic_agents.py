@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault_runs import SCRIPT, environment, losses, prepare, repeat, saved
+from tests.fault_runs import SCRIPT, environment, losses, params, prepare, repeat, saved
 from tests.harness import free_port, run_script
 from threed.checkpoint import node_memory
 from threed.monitor import metrics
@@ -231,8 +231,6 @@ def quick(folder: Path, fault: str = "") -> dict[str, str]:
     return environment(folder, fault) | {"FAULT_NO_FIGURES": "1"}
 
 
-@pytest.mark.parametrize(
-    "story", [pytest.param(s, id=s.name, marks=() if s.always else pytest.mark.grid) for s in STORIES]
-)
+@pytest.mark.parametrize("story", params(STORIES))
 def test_agents_that_come_and_go(story: Story, tmp_path: Path, undisturbed: dict[Any, Any]) -> None:
     repeat(f"agents-{story.name}", tmp_path, lambda folder: played(story, folder, undisturbed))
