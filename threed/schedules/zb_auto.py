@@ -3,10 +3,10 @@
 Use: `zb_auto(stages=4, microbatches=8, costs=Costs(1.0, 1.2, 0.8, send=0.1), limit=6)`.
 
 Phases: many orders of forwards and backwards, each with its W placed by `flow.fill`, until nothing can end earlier or
-EFFORT is spent. With one chunk a rank the orders are 1F1B's with other numbers of forwards at the beginning, which grow
-from the last rank to the first and may shrink before the end; the best few are then changed rank by rank while that
-helps. With two chunks they are those of ZB-V, V-Half and V-Min and of other patterns of this kind. Sources: arXiv
-2401.10241, section 3; arXiv 2405.15362.
+EFFORT is spent; then the best few are changed along their critical paths (`critical.shorten`). With one chunk a rank
+the orders are 1F1B's with other numbers of forwards at the beginning, which grow from the last rank to the first and
+may shrink before the end. With two chunks they are those of ZB-V, V-Half and V-Min and of other patterns of this kind.
+Sources: arXiv 2401.10241, section 3; arXiv 2405.15362.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from math import ceil, floor, inf
+from math import ceil, floor, inf, isclose
 from typing import NamedTuple
 
+from threed.schedules.critical import shorten
 from threed.schedules.flow import Filled, Flow, Orders, fill, one_chunk, to_plan, v_shape
 from threed.schedules.one_f_one_b import one_f_one_b
 from threed.schedules.plan import Plan
@@ -26,7 +27,8 @@ from threed.schedules.simulate import Costs, simulate
 from threed.schedules.v_shape import Variant, orders_of, phases
 from threed.schedules.zero_bubble import zb_h1, zb_h2
 
-EFFORT = 1_000_000  # actions to place at most while looking for a plan
+EFFORT = 1_000_000  # actions to place at most while looking for a plan, and again while shortening the best
+STARTS = 4  # how many of the best are shortened
 
 
 def zb_auto(
@@ -50,9 +52,9 @@ def zb_auto(
     search = _Search(flow, floor(min(limit, microbatches) * chunks))
     if chunks == 2:
         _search_v(search, costs)
-        return to_plan("zb-auto", flow, search.best.filled)
+        return to_plan("zb-auto", flow, search.shortened())
     _search_one(search)
-    found = to_plan("zb-auto", flow, search.best.filled)
+    found = to_plan("zb-auto", flow, search.shortened())
     known = (plan(stages, microbatches) for plan in (one_f_one_b, zb_h1, zb_h2))
     return _earliest([found, *known], costs, limit)
 
@@ -78,46 +80,47 @@ def _earliest(plans: list[Plan], costs: Costs, limit: float) -> Plan:
     return replace(plans[min(fitting, key=lambda at: (timelines[at].makespan, timelines[at].span))], name="zb-auto")
 
 
-class _Found(NamedTuple):
-    """An order that was played out, what it was made from, and the patience with which."""
-
-    filled: Filled
-    shape: _Shape | None
-    patience: float
-
-
 class _Search:
-    """The best of what was tried, and how much more may be."""
+    """The best of what was tried, first the one that ends first, and how much more may be tried."""
 
     def __init__(self, flow: Flow, limit: int):
         self.flow, self.limit = flow, limit
         self.left = float(EFFORT)
         self.bound = max(_least(flow, rank) for rank in range(flow.ranks))
-        self.found: _Found | None = None
-
-    @property
-    def best(self) -> _Found:
-        if self.found is None:
-            raise ValueError(f"schedule zb-auto: no plan found within {self.limit} chunks of a micro-batch a rank")
-        return self.found
+        self.found = list[Filled]()
 
     @property
     def over(self) -> bool:
         """Whether nothing can end earlier, or no more may be tried."""
-        return self.found is not None and (self.left <= 0 or self.best.filled.makespan <= self.bound * (1 + 1e-9))
+        return bool(self.found) and (self.left <= 0 or self.found[0].makespan <= self.bound * (1 + 1e-9))
 
-    def attempt(self, orders: Orders | None, patience: float, shape: _Shape | None = None) -> _Found | None:
+    def attempt(self, orders: Orders | None, patience: float) -> Filled | None:
         """Plays orders out; what came of it, if it could be played and there was reason to."""
         if orders is None or self.over:
             return None
         self.left -= 3 * self.flow.forwards * self.flow.microbatches
         filled = fill(self.flow, orders, self.limit, patience)
-        if filled is None:
-            return None
-        found = _Found(filled, shape, patience)
-        if filled.beats(self.found and self.found.filled):
-            self.found = found
-        return found
+        if filled is not None:
+            self.keep(filled)
+        return filled
+
+    def keep(self, filled: Filled) -> None:
+        """Keeps it if it is one of the best; of those that end together the one with the shortest span."""
+        together = [known for known in self.found if isclose(known.makespan, filled.makespan, rel_tol=1e-9)]
+        if all(filled.beats(known) for known in together):
+            others = [known for known in self.found if known not in together]
+            self.found = sorted([*others, filled], key=lambda each: each.makespan)[:STARTS]
+
+    def shortened(self) -> Filled:
+        """The best of what was tried, and of what can be made of the best few."""
+        if not self.found:
+            raise ValueError(f"schedule zb-auto: no plan found within {self.limit} chunks of a micro-batch a rank")
+        left = float(EFFORT)
+        for start in list(self.found):
+            if left > 0 and self.found[0].makespan > self.bound * (1 + 1e-9):
+                shorter, left = shorten(self.flow, start, self.limit, left)
+                self.keep(shorter)
+        return self.found[0]
 
 
 def _least(flow: Flow, rank: int) -> float:
@@ -156,40 +159,39 @@ class _Shape(NamedTuple):
         return order + [backward] * (begin - skipped)
 
 
+_Played = tuple[Filled, _Shape]
+
+
 def _search_one(search: _Search) -> None:
     flow, limit = search.flow, search.limit
     plain = _play(search, [_Shape(begin, begin) for begin in _beginnings(flow, limit)], (0.0, inf))
-    begins = dict.fromkeys(found.shape.begin for found in heapq.nsmallest(16, plain, key=_makespan) if found.shape)
-    for begin, eager in product(begins, (True, False)):
+    for begin, eager in product(dict.fromkeys(shape.begin for _, shape in _first(16, plain)), (True, False)):
         if not search.over:
             orders = round_orders(flow, limit, begin, eager)
             search.left -= 6 * flow.ranks * flow.microbatches  # making these takes twice as long as filling
             for patience in (0.0, inf):
                 search.attempt(orders, patience)
     bent = [
-        _Shape(found.shape.begin, tuple(ceil(slope * (flow.ranks - rank)) for rank in range(flow.ranks)), bend)
-        for found, slope, bend in product(heapq.nsmallest(6, plain, key=_makespan), (1, 1.25, 1.5, 1.75), (0.5, 1))
-        if found.shape
+        _Shape(shape.begin, tuple(ceil(slope * (flow.ranks - rank)) for rank in range(flow.ranks)), bend)
+        for (_, shape), slope, bend in product(_first(6, plain), (1, 1.25, 1.5, 1.75), (0.5, 1))
     ]
-    pool = _play(search, bent, (0.0, inf))
-    for found in heapq.nsmallest(4, plain + pool, key=_makespan):
-        idle = max(found.filled.idle)
-        _play(search, [found.shape] if found.shape else [], (idle, 0.75 * idle, 0.5 * idle, 0.25 * idle))
-    starts = heapq.nsmallest(8, plain, key=_makespan) + heapq.nsmallest(8, pool, key=_makespan)
-    for start in [search.best, *sorted(starts, key=_makespan)]:
-        _climb(search, start)
+    for filled, shape in _first(4, plain + _play(search, bent, (0.0, inf))):
+        idle = max(filled.idle)
+        _play(search, [shape], (idle, 0.75 * idle, 0.5 * idle, 0.25 * idle))
 
 
-def _makespan(found: _Found) -> float:
-    return found.filled.makespan
+def _first(count: int, played: list[_Played]) -> list[_Played]:
+    """Those that end first."""
+    return heapq.nsmallest(count, played, key=lambda each: each[0].makespan)
 
 
-def _play(search: _Search, shapes: list[_Shape], patiences: tuple[float, ...]) -> list[_Found]:
-    tried = list[_Found | None]()
+def _play(search: _Search, shapes: list[_Shape], patiences: tuple[float, ...]) -> list[_Played]:
+    played = list[_Played]()
     for shape in dict.fromkeys(shapes):
         orders = None if search.over else shape.orders(search.flow)
-        tried += [search.attempt(orders, patience, shape) for patience in patiences]
-    return [found for found in tried if found is not None]
+        tried = [search.attempt(orders, patience) for patience in patiences]
+        played += [(filled, shape) for filled in tried if filled is not None]
+    return played
 
 
 def _beginnings(flow: Flow, limit: int) -> Iterator[tuple[int, ...]]:
@@ -211,23 +213,6 @@ def _beginnings(flow: Flow, limit: int) -> Iterator[tuple[int, ...]]:
         yield tuple(min(pair) for pair in zip(room, wanted, strict=True))
 
 
-def _climb(search: _Search, start: _Found) -> None:
-    """One forward more or less on a rank, at the beginning, the end or both, as long as that ends earlier."""
-    best, before = start, None
-    while best is not before and not search.over:
-        before = best
-        for rank, which, change in product(reversed(range(search.flow.ranks)), ((0,), (1,), (0, 1)), (-1, 1)):
-            if best.shape is None:
-                return
-            numbers = [list(best.shape.begin), list(best.shape.end)]
-            for part in which:
-                numbers[part][rank] = min(search.limit, max(1, numbers[part][rank] + change))
-            shape = _Shape(tuple(numbers[0]), tuple(numbers[1]), best.shape.bend)
-            for found in _play(search, [shape], tuple(dict.fromkeys((best.patience, 0.0)))):
-                if found.filled.beats(best.filled):
-                    best = found
-
-
 # --- two chunks ------------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +227,7 @@ def _search_v(search: _Search, costs: Costs) -> None:
             continue
         seen.add(known)
         found = [search.attempt(orders, patience) for patience in (0.0, inf)]
-        idle = max((max(each.filled.idle) for each in found if each), default=0.0)
+        idle = max((max(each.idle) for each in found if each), default=0.0)
         for part in (0.75, 0.5, 0.25) if idle else ():
             search.attempt(orders, part * idle)
         equal = None if search.over else fill(unit, orders, search.limit)
