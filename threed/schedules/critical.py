@@ -2,13 +2,14 @@
 
 Use: `better, left = shorten(flow, filled, limit, effort)`, of a plan from `flow.fill`.
 
-A plan ends when its critical path does: actions of which none can run later without moving the end. Only where two
-neighbours on a rank both are on it can another order end earlier, so these change places: in every round those two
-after which the longest way through either of them is the shortest. They may not change back for a few rounds, even if
-the plan ends later at first, so that the search leaves orders that no single change makes better. Places of W change as
-those of F and I do. Sources: van Laarhoven et al. 1992 (DOI 10.1287/opre.40.1.113: such a change never makes actions
-wait for each other), Taillard 1994 (DOI 10.1287/ijoc.6.2.108: how long the way is, without playing the plan out) and
-Nowicki and Smutnicki 1996 (DOI 10.1287/mnsc.42.6.797), all on the job shop.
+A plan ends when its critical path does: actions of which none can run later without moving the end. Another order ends
+earlier only if two neighbours on a rank change places that follow one another on that path. So in every round those
+are swapped after which the longest path through them is the shortest, and with them all others that promise an earlier
+end. The best swap is made even if the plan then ends later, so that the search leaves orders that no single swap makes
+better, and may not be undone for a few rounds. W is swapped as F and I are. Sources, all on the job shop: van Laarhoven
+et al. 1992 (DOI 10.1287/opre.40.1.113: one such swap never makes actions wait for each other), Taillard 1994 (DOI
+10.1287/ijoc.6.2.108: how long the path is, without playing the plan out), Nowicki and Smutnicki 1996 (DOI
+10.1287/mnsc.42.6.797: which one, where all are barred).
 """
 
 from __future__ import annotations
@@ -19,60 +20,45 @@ from typing import NamedTuple
 
 from threed.schedules.flow import Filled, Flow
 
-BARRED = 11  # rounds in which two actions that changed places may not change back
+TENURE = 11  # rounds in which a swap may not be undone
 IN_VAIN = 200  # rounds without an earlier end, after which no more is tried
+_EPSILON = 1e-9  # of the makespan: differences by rounding do not count
 
 
 def shorten(flow: Flow, filled: Filled, limit: int, effort: float) -> tuple[Filled, float]:
     """Returns the plan with the smallest makespan found, at worst `filled`, and how much effort is left.
 
     limit: the most activations of one chunk and one micro-batch that a rank may hold. effort: how many actions to play
-    out, forwards or backwards, at most.
+    out at most, in the order of time or against it.
     """
     work = _Work(flow)
     ranks = work.numbered(filled.ranks)
     times = work.begins(ranks)
     if times is None:
         raise ValueError("ranks of the plan wait for each other")
-    best, best_ranks = times.makespan, [list(line) for line in ranks]
-    barred: dict[tuple[int, int], int] = {}
+    best, best_ranks = times, [list(line) for line in ranks]
+    barred: dict[tuple[int, int], int] = {}  # until which round
     turn = vain = 0
     while effort > 0 and vain < IN_VAIN:
         turn, vain = turn + 1, vain + 1
-        changes = list(_changes(work, ranks, times, limit))
-        effort -= 6 * len(changes)
-        free = [c for c in changes if barred.get((c.second, c.first), 0) < turn or c.longest < best * (1 - 1e-9)]
-        chosen = _together(free, times.makespan * (1 - 1e-9))
-        effort -= len(times.order)
+        swaps = sorted(_swaps(work, ranks, times, limit))
+        effort -= 2 * len(times.order) + 6 * len(swaps)
+        chosen = _chosen(swaps, barred, turn, times.makespan, best.makespan)
         while chosen:
-            effort -= len(times.order)
-            _change(ranks, chosen)
+            _swap(ranks, chosen)
             played = work.begins(ranks)
             if played and (len(chosen) == 1 or played.makespan < times.makespan):
                 times = played
-                barred |= {(change.first, change.second): turn + BARRED for change in chosen}
                 break
-            _change(ranks, chosen)
+            _swap(ranks, chosen)
+            effort -= len(times.order)
             chosen = chosen[: len(chosen) // 4 or len(chosen) - 1]
         if not chosen:
             break
-        if times.makespan < best * (1 - 1e-9):
-            best, best_ranks, vain = times.makespan, [list(line) for line in ranks], 0
-    return work.filled(best_ranks), effort
-
-
-def _together(changes: list[_Change], makespan: float) -> list[_Change]:
-    """The best change, and with it all others that promise an earlier end and share no action: a plan that repeats
-    itself for every micro-batch is as late in each."""
-    changes.sort()
-    chosen, taken = changes[:1], {action for change in changes[:1] for action in (change.first, change.second)}
-    for change in changes[1:]:
-        if change.longest >= makespan:
-            break
-        if change.first not in taken and change.second not in taken:
-            chosen.append(change)
-            taken |= {change.first, change.second}
-    return chosen
+        barred |= {(swap.second, swap.first): turn + TENURE for swap in chosen}
+        if times.makespan < best.makespan * (1 - _EPSILON):
+            best, best_ranks, vain = times, [list(line) for line in ranks], 0
+    return work.filled(best_ranks, best), effort
 
 
 class _Times(NamedTuple):
@@ -83,8 +69,8 @@ class _Times(NamedTuple):
     makespan: float
 
 
-class _Change(NamedTuple):
-    """Two neighbours on a rank, and how long the longest way through them is once they have changed places."""
+class _Swap(NamedTuple):
+    """Two neighbours on a rank, and how long the longest path through them is once they have changed places."""
 
     longest: float
     rank: int
@@ -93,9 +79,32 @@ class _Change(NamedTuple):
     second: int
 
 
-def _change(ranks: list[list[int]], changes: list[_Change]) -> None:
-    """Changes the places of neighbours, or changes them back."""
-    for _, rank, at, *_ in changes:
+def _chosen(
+    swaps: list[_Swap], barred: dict[tuple[int, int], int], turn: int, makespan: float, best: float
+) -> list[_Swap]:
+    """The best swap that is free, and with it all others that promise an earlier end and share no action.
+
+    A plan that repeats itself for every micro-batch is as late in each. Free are swaps that are not barred, and those
+    that promise an earlier end than the best plan; where none is, the one that is barred for the shortest time.
+    """
+
+    def until(swap: _Swap) -> int:
+        return barred.get((swap.first, swap.second), 0)
+
+    free = [swap for swap in swaps if until(swap) < turn or swap.longest < best * (1 - _EPSILON)]
+    chosen, taken = list[_Swap](), set[int]()
+    for swap in free or sorted(swaps, key=until)[:1]:
+        if chosen and swap.longest >= makespan * (1 - _EPSILON):
+            break
+        if swap.first not in taken and swap.second not in taken:
+            chosen.append(swap)
+            taken |= {swap.first, swap.second}
+    return chosen
+
+
+def _swap(ranks: list[list[int]], swaps: list[_Swap]) -> None:
+    """Lets neighbours change places, or change back."""
+    for _, rank, at, *_ in swaps:
         line = ranks[rank]
         line[at], line[at + 1] = line[at + 1], line[at]
 
@@ -148,7 +157,8 @@ class _Work:
         while runnable:
             rank = runnable.pop()
             line, clock, done = ranks[rank], now[rank], at[rank]
-            for action in line[done:]:
+            while done < len(line):
+                action = line[done]
                 before = need[action]
                 if before >= 0:
                     if begin[before] < 0:
@@ -165,21 +175,18 @@ class _Work:
             return None
         return _Times(begin, order, max(now))
 
-    def rests(self, times: _Times, after: list[int]) -> list[float]:
-        """From the begin of every action, how long at least until the plan's end."""
-        rest, time, lag = [0.0] * len(self.time), self.time, self.lag
+    def tails(self, times: _Times, after: list[int]) -> list[float]:
+        """From the begin of every action, how long at least until the plan's end. after: what follows on its rank."""
+        tail, time, lag = [0.0] * len(self.time), self.time, self.lag
         for action in reversed(times.order):
-            longest = rest[after[action]] if after[action] >= 0 else 0.0
+            longest = tail[after[action]] if after[action] >= 0 else 0.0
             for follower in self.needed_by[action]:
-                longest = max(longest, rest[follower] + lag[follower])
-            rest[action] = longest + time[action]
-        return rest
+                longest = max(longest, tail[follower] + lag[follower])
+            tail[action] = longest + time[action]
+        return tail
 
-    def filled(self, ranks: list[list[int]]) -> Filled:
+    def filled(self, ranks: list[list[int]], times: _Times) -> Filled:
         """The plan of these actions."""
-        times = self.begins(ranks)
-        if times is None:
-            raise ValueError("ranks of the plan wait for each other")
         begin, time, above = times.begin, self.time, self.weights * self.count
         spans = [begin[line[-1]] + time[line[-1]] - begin[line[0]] for line in ranks]
         idle = tuple(span - sum(time[action] for action in line) for span, line in zip(spans, ranks, strict=True))
@@ -187,34 +194,33 @@ class _Work:
         return Filled(times.makespan, max(spans), idle, tuple(map(tuple, lines)))
 
 
-def _changes(work: _Work, ranks: list[list[int]], times: _Times, limit: int) -> Iterator[_Change]:
-    """Neighbours on the critical path that may change places."""
+def _swaps(work: _Work, ranks: list[list[int]], times: _Times, limit: int) -> Iterator[_Swap]:
+    """Neighbours that follow one another on the critical path and may change places."""
     begin, time, count, need = times.begin, work.time, work.count, work.need
     after = [-1] * len(time)
     for line in ranks:
         for first, second in pairwise(line):
             after[first] = second
-    rest = work.rests(times, after)
-    critical = times.makespan * (1 - 1e-9)
+    tail = work.tails(times, after)
+    critical, rounding = times.makespan * (1 - _EPSILON), times.makespan * _EPSILON
     for rank, line in enumerate(ranks):
         held, before = 0, -1
         for at, (first, second) in enumerate(pairwise(line)):
             if (
-                begin[first] + rest[first] >= critical
-                and begin[second] + rest[second] >= critical
+                begin[first] + tail[first] >= critical
+                and begin[second] + tail[second] >= critical
+                and begin[second] - begin[first] <= time[first] + rounding  # no wait between them
                 and first // count != second // count  # micro-batches of a position stay in order
                 and need[second] != first
                 and (held < limit or work.holds[second] < 1)
             ):
-                yield _Change(
-                    _longest(work, times, rest, before, first, second, after[second]), rank, at, first, second
-                )
+                yield _Swap(_longest(work, times, tail, before, first, second, after[second]), rank, at, first, second)
             held += work.holds[first]
             before = first
 
 
-def _longest(work: _Work, times: _Times, rest: list[float], before: int, first: int, second: int, after: int) -> float:
-    """The longest way through two neighbours once they have changed places, as Taillard estimates it."""
+def _longest(work: _Work, times: _Times, tail: list[float], before: int, first: int, second: int, after: int) -> float:
+    """The longest path through two neighbours once they have changed places, as Taillard estimates it."""
     time, lag, need, begin = work.time, work.lag, work.need, times.begin
 
     def earliest(action: int, free: float) -> float:
@@ -222,9 +228,9 @@ def _longest(work: _Work, times: _Times, rest: list[float], before: int, first: 
         return free if needed < 0 else max(free, begin[needed] + time[needed] + lag[action])
 
     def remaining(action: int, following: float) -> float:
-        return time[action] + max([following, *(rest[other] + lag[other] for other in work.needed_by[action])])
+        return time[action] + max([following, *(tail[other] + lag[other] for other in work.needed_by[action])])
 
     now = earliest(second, begin[before] + time[before] if before >= 0 else 0.0)
     later = earliest(first, now + time[second])
-    first_rest = remaining(first, rest[after] if after >= 0 else 0.0)
-    return max(later + first_rest, now + remaining(second, first_rest))
+    first_tail = remaining(first, tail[after] if after >= 0 else 0.0)
+    return max(later + first_tail, now + remaining(second, first_tail))
