@@ -102,6 +102,18 @@ def test_llama_trains_on_one_rank_and_its_export_loads(folder: Path) -> None:
     assert not (folder / "runs" / "llama-tiny" / "wandb").exists()
 
 
+def test_a_compiled_run_trains_to_the_same_losses(folder: Path) -> None:
+    """Also in the step whose memory is looked at otherwise, which no compiled one is."""
+    flags = ["--preset", "tiny", *QUICK, "--train.steps", "3", "--log.wandb", "off", "--checkpoint.export-hf", "false"]
+    flags += ["--log.every", "1", "--parallel.schedule", "zb-h1"]
+    compiled = ["--run.compile", "true", "--run.compile-backend", "aot_eager", "--run.name", "compiled"]
+    for more in ([], compiled):
+        done = again(folder, 1, "gpt.py", *flags, *more)
+        assert done.returncode == 0, done.stdout + done.stderr
+    plain, other = (metrics.read(folder / "runs" / name / "metrics.jsonl") for name in ("tiny", "compiled"))
+    assert [row["train/loss"] for row in other] == pytest.approx([row["train/loss"] for row in plain], rel=1e-4)
+
+
 def test_everything_wrong_is_said_at_once_with_exit_code_2(folder: Path) -> None:
     done = again(folder, 1, "gpt.py", "--parallel.tp", "3", "--data.path", "nowhere")
     assert done.returncode == 2

@@ -252,6 +252,12 @@ def test_what_cannot_go_to_other_processes_is_said() -> None:
         same_everywhere(lambda config, slicing: None)
 
 
+def test_compiled_layers_are_not_compared() -> None:
+    compiled = Config.model_validate({**DEFAULTS, "run": {"compile": True}})
+    with pytest.raises(ValueError, match="nobody sees into compiled ones"):
+        same_everywhere(Odd, None, ["pp2"], config=compiled)
+
+
 def test_a_report_says_same_only_where_something_was_compared() -> None:
     assert not Report().same
     assert Report().exit_code == 2

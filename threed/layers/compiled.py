@@ -25,6 +25,7 @@ from torch._opaque_base import OpaqueBase
 from threed import collectives
 from threed.layers import linear, tiled
 from threed.layers.dropout import Dropout
+from threed.layers.running import lent
 from threed.layers.slicing import Slicing
 from threed.ops import matmul
 
@@ -61,13 +62,14 @@ def _product(x: Tensor, whole: Tensor, weight: Tensor, bias: Tensor | None, out:
 
 
 def _product_backward(dy: Tensor, whole: Tensor, weight: Tensor, parts: int, need: list[bool], of: Opaque) -> Tensor:
-    """need: the gradients of x, weight and bias; the latter two go to their sinks."""
+    """need: the gradients of x, weight and bias; the latter two go to their sinks, which may not keep dy and whole."""
     layer, tiles, f = of.value, tiled.tiles_of(of.value), (of.value.axis, of.value.gather)
     bias = layer.bias if need[2] else None  # the parameter itself, which has the sink
-    if len(tiles) == 1:
-        dx, *rest = linear.gradients(dy, whole, weight, (tiles[0], bias), f, need[0])
-    else:
-        dx, *rest = tiled.gradients(dy, whole, tiles, (tiles, bias), f, (need[0], need[2]))
+    with lent():  # once this has returned, the compiler may reuse their memory
+        if len(tiles) == 1:
+            dx, *rest = linear.gradients(dy, whole, weight, (tiles[0], bias), f, need[0])
+        else:
+            dx, *rest = tiled.gradients(dy, whole, tiles, (tiles, bias), f, (need[0], need[2]))
     if any(gradient is not None for gradient in rest):
         raise RuntimeError("a compiled layer needs an engine, which takes its gradients")
     return whole.new_empty(0) if dx is None else dx

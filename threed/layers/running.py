@@ -14,7 +14,7 @@ from threed.layers.slicing import sink_of
 
 _FORWARDS: dict[type, Callable[..., Any]] = {}  # of the classes that have `run`, as they were defined
 _Class = TypeVar("_Class", bound=type)
-_staged = False
+_staged = _lent = False
 
 
 def runs(cls: _Class) -> _Class:
@@ -46,6 +46,22 @@ def staged(looked: bool) -> Iterator[None]:
 def in_forward() -> bool:
     """Returns whether a stage runs a forward now: a backward that runs meanwhile is a layer's own."""
     return _staged
+
+
+@contextmanager
+def lent() -> Iterator[None]:
+    """In the block, what a layer hands to sinks is a compiler's memory, which writes into it afterwards."""
+    global _lent
+    before, _lent = _lent, True
+    try:
+        yield
+    finally:
+        _lent = before
+
+
+def is_lent() -> bool:
+    """Returns whether who keeps a tensor that a layer hands out now must keep a copy."""
+    return _lent
 
 
 def wanted(x: Tensor) -> bool:

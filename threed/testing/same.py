@@ -217,6 +217,8 @@ def _check(build: Build, batch: BatchOf | None, config: Config) -> None:
         raise ConfigError(["--parallel.tp, pp, dp and sequence: the topologies say them; use --topologies tp2,pp2"])
     if config.precision.dtype not in TOLERANCES:
         raise ConfigError([f"--precision.dtype {config.precision.dtype}: rounding hides what differs; use fp64"])
+    if config.run.compile:
+        raise ConfigError(["--run.compile true: layers are compared as they run, and nobody sees into compiled ones"])
     try:
         pickle.dumps((build, batch))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

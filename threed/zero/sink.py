@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from threed.layers.running import in_forward
+from threed.layers.running import in_forward, is_lent
 from threed.ops import matmul
 from threed.zero.deferral import Deferral
 from threed.zero.gradients import Gradients
@@ -109,7 +109,7 @@ class Sink:
         waiting = self.reducer.deferral.waiting
         if waiting is None:
             return False
-        waiting.append((add, tensors))
+        waiting.append((add, tuple(tensor.clone() for tensor in tensors) if is_lent() else tensors))
         return True
 
     def _takes_products(self, a: Tensor, b: Tensor) -> bool:
