@@ -12,6 +12,7 @@ from tests.configs import engine_of
 from tests.harness import run_ranks
 from tests.test_checkpoint_hf import config_of, load_strictly
 from tests.test_checkpoint_native import sealed
+from threed import cli
 from threed.checkpoint.convert import convert
 from threed.checkpoint.files import CheckpointError
 from threed.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -71,7 +72,8 @@ def test_convert_refuses_with_the_fix(step: Path, tmp_path: Path) -> None:
         (run / "checkpoints", "x", {}, "did you mean .*checkpoints/step-2"),
         (tmp_path / "empty", "x", {}, "neither manifest.json nor config.json"),
         (tmp_path / "nowhere", "x", {}, "nowhere does not exist"),
-        (step / "manifest.json", "x", {}, "is a file: a checkpoint is a folder"),
+        (step / "manifest.json", "x", {}, rf"is a file: a checkpoint is a folder, did you mean {step}\?"),
+        (tmp_path / "full" / "file", "x", {}, "is a file: a checkpoint is a folder, give that"),
         (step, "full", {}, "full exists already: give DST"),
         (step, "full/file", {}, "exists already"),
         (step, "x", {"dtype": "int3"}, "dtype int3 is not one of fp32, bf16"),
@@ -81,3 +83,21 @@ def test_convert_refuses_with_the_fix(step: Path, tmp_path: Path) -> None:
             convert(src, tmp_path / dst, **options)
     assert not (tmp_path / "x").exists()
     assert (convert(step, tmp_path / "empty") / "config.json").is_file()
+
+
+def test_all_that_take_a_checkpoint_say_which_one_was_meant(
+    step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / "run" / "checkpoints"
+    for name in ("step-10", "step-4", "step-12.tmp"):
+        shutil.copytree(step, place / name)
+    for path, meant in ((place.parent, "step-10"), (place, "step-10"), (place / "step-4" / "manifest.json", "step-4")):
+        hint = f"did you mean {place / meant}?"
+        assert cli.main(["inspect", str(path)]) == 2
+        assert capsys.readouterr().err.rstrip().endswith(hint)
+        resume = ["--checkpoint.resume", str(path), "--preset", "tiny", "--world-size", "1"]
+        assert cli.main(["plan", *resume]) == 0
+        assert capsys.readouterr().out.rstrip().endswith(hint)
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.rstrip().endswith("is no checkpoint: it has no manifest.json")

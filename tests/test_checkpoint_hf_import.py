@@ -254,6 +254,33 @@ def test_a_folder_with_a_value_that_is_not_finite_is_refused_on_every_rank(folde
     assert "has values that are not finite (NaN or infinite)" in said[0]
 
 
+def test_a_conversion_passes_on_what_is_not_finite_and_says_so_once(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def spoil(weights: dict[str, Tensor]) -> None:
+        weights["model.norm.weight"][1] = -math.inf
+        weights["model.layers.1.mlp.up_proj.weight"][:, 0] = math.nan
+
+    def said(src: Path, dst: Path, *more: str) -> list[str]:
+        assert main(["convert", str(src), str(dst), *more]) == 0
+        return capsys.readouterr().err.splitlines()
+
+    why = "have values that are not finite (NaN or infinite): a run refuses to begin from them"
+    theirs, native_, back = (
+        change(folders / "llama", tmp_path / "theirs", spoil),
+        tmp_path / "native",
+        tmp_path / "back",
+    )
+    for src, dst, more, first in (
+        (theirs, native_, [], "blocks.1.mlp.up.weight"),
+        (native_, back, [], "model.layers.1.mlp.up_proj.weight"),
+        (theirs, tmp_path / "again", ["--to", "hf"], "model.layers.1.mlp.up_proj.weight"),
+    ):
+        assert said(src, dst, *more) == [f"threed convert: {dst}: 2 tensors, of which the first is {first}, {why}"]
+    assert_same(back, theirs)
+    assert said(folders / "llama", tmp_path / "good") == []
+
+
 SPELLINGS: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any]]] = {
     "GPT-2 as it was published": ("gpt2", lambda w: (
         rename(w, "transformer.", ""),

@@ -131,6 +131,26 @@ def going_back(folder: Path, data: Data) -> None:
     assert aside(folder) == [["step-15", "step-20", "step-25", "step-30"], ["step-17", "step-30"], ["step-27"]]
 
 
+def past_all(folder: Path, data: Data) -> None:
+    run(folder, data, checkpoint={"every": 5, "keep": 3}, train={"stop_after": 15})
+    none = "no checkpoint of this run can be resumed; --checkpoint.resume none starts anew and keeps them aside"
+    with pytest.raises(CheckpointError) as refused:
+        run(folder, data, optim={"name": "sgd"})
+    said = str(refused.value)
+    assert said.count("the checkpoint's optimizer is adamw") == 1
+    assert said.endswith(f"start anew with --checkpoint.resume none; {none}")
+    for number in (15, 10, 5):
+        (step(folder, number) / native.MANIFEST).unlink()
+    with pytest.raises(CheckpointError) as refused:
+        run(folder, data)
+    first = f"{step(folder, 15)} is no checkpoint: it has no manifest.json"
+    assert str(refused.value) == f"{first} (the same of step-10, step-5); {none}"
+
+
+def test_why_no_checkpoint_can_be_resumed_is_said_once(tmp_path: Path) -> None:
+    in_one_rank(past_all, tmp_path)
+
+
 def test_a_run_that_went_back_resumes_what_it_saved_last(tmp_path: Path) -> None:
     in_one_rank(going_back, tmp_path)
 

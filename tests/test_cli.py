@@ -63,7 +63,9 @@ def test_train_takes_the_flags_of_training_and_an_architecture(
     assert "threed train bert: no such architecture; there are gpt, llama, mistral" in capsys.readouterr().err
     for tool in ("train", "plan"):  # the preset has another
         assert main([tool, "llama", "--preset", "tiny", *dry]) == 2
-        assert "trains llama, and the preset, file or folder says model.arch gpt: add" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "trains llama, and the preset, file or folder says model.arch gpt: add" in said
+        assert "add --model.arch gpt, or --model.arch llama" in said
     assert main(["train", "llama", "--preset", "tiny", "--model.arch=llama", *dry]) == 0
     assert "model      llama," in capsys.readouterr().out
 
@@ -81,6 +83,29 @@ def test_what_is_in_the_way_here_does_not_keep_a_run_elsewhere_from_being_planne
     assert "/proc" in here
     assert launch.main(flags, prog="pretrain/gpt.py") == 2
     assert here.removeprefix("here       ") in capsys.readouterr().err
+
+
+def test_a_file_or_a_dangling_link_in_place_of_a_folder_is_refused_at_the_start(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run in ("file", "link", "saves-file", "saves-link"):
+        place = tmp_path / run
+        if run.startswith("saves"):
+            place.mkdir()
+            place /= "checkpoints"
+        if run.endswith("file"):
+            place.touch()
+        else:
+            place.symlink_to("nowhere")
+        what = f"nothing can be saved in {run}" if run.startswith("saves") else f"the run folder {run} cannot be made"
+        kind = "a file" if run.endswith("file") else "a link that leads nowhere"
+        said = f"{what}: {place} is {kind}; choose another with --run.dir"
+        flags = ["--preset", "tiny", "--run.dir", run]
+        assert main(["plan", *flags, "--world-size", "1"]) == 0
+        assert f"here       {said}" in capsys.readouterr().out
+        assert launch.main(flags, prog="pretrain/gpt.py") == 2
+        assert said in capsys.readouterr().err
 
 
 def test_tokenize_writes_a_pair_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -396,7 +396,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, "hidden_act gelu, not silu"),
     ({"attention_dropout": 0.1}, "attention_dropout 0.1, not 0.0"),
     ({"hidden_size": None}, "hidden"),
-    ({"num_key_value_heads": "many"}, "kv_heads"),
+    ({"num_key_value_heads": "many"}, 'num_key_value_heads "many" (kv_heads): must be a whole number'),
     ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}, "layer_types"),
     ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention True, not False"),
     ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "one of sliding_attention and full_attention for"),
@@ -412,6 +412,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_is_not_understood_is_refused_by_name(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(problem)):
         model_of({"model_type": "llama", **SIZES, **changes})
+
+
+def test_values_out_of_range_are_told_in_plain_words_by_the_name_in_the_file() -> None:
+    odd = {
+        "hidden_size": -64, "num_attention_heads": 0, "rms_norm_eps": 0, "max_position_embeddings": None,
+        "tie_word_embeddings": 1,
+    }  # fmt: skip
+    with pytest.raises(CheckpointError) as refused:
+        model_of({"model_type": "llama", **SIZES, **odd})
+    head, _, rest = str(refused.value).partition(": ")
+    assert head == "the Hugging Face configuration"
+    assert sorted(rest.split("; ")) == [
+        "hidden_size -64 (hidden): must be greater than or equal to 1",
+        "max_position_embeddings null: must be a whole number",
+        "num_attention_heads 0 (heads): must be greater than or equal to 1",
+        "rms_norm_eps 0 (norm_eps): must be greater than 0",
+        "tie_word_embeddings 1 (tied): must be true or false",
+    ]
 
 
 def test_a_box_of_ours_is_found_in_theirs() -> None:

@@ -88,7 +88,9 @@ def test_a_folder_that_does_not_fit_is_refused_before_the_start(
         assert problem in capsys.readouterr().err
     (source / "config.json").write_text(json.dumps(about))
     assert launch.main(words, prog="pretrain/gpt.py", arch="gpt") == 2
-    assert "pretrain/gpt.py trains gpt, and the preset, file or folder says model.arch llama" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "pretrain/gpt.py trains gpt, and the preset, file or folder says model.arch llama" in said
+    assert said.rstrip().endswith(": add --model.arch llama, or use `threed train llama`")  # it cannot be gpt
 
 
 def test_a_run_begins_from_a_folder_and_goes_on_from_its_own_checkpoints(

@@ -277,7 +277,7 @@ def _describe(detail: ErrorDetails, draft: _Draft) -> None:
     draft.suspects.add(flag)
     given = value if isinstance(value, str) else _toml_value(value)
     where = f" (in {source})" if source else ""
-    draft.problems.append(f"{flag} {given}{where}: {_reason(detail)}")
+    draft.problems.append(f"{flag} {given}{where}: {reason(detail)}")
 
 
 def _describe_unknown(name: str, source: str, draft: _Draft) -> None:
@@ -288,7 +288,8 @@ def _describe_unknown(name: str, source: str, draft: _Draft) -> None:
     draft.problems.append(f"--{name}{where}: no such {'key' if '.' in name else 'flag'}{hint}; --help lists all")
 
 
-def _reason(detail: ErrorDetails) -> str:
+def reason(detail: ErrorDetails) -> str:
+    """What is wrong with a value, in plain words, from one of pydantic's errors."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "literal_error":
         words = [word.strip("'") for word in context["expected"].replace(" or ", ", ").split(", ")]

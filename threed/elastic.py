@@ -212,6 +212,7 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
     first = "auto" if in_memory else first
     paths = collectives.exchange([str(path) for path in candidates(folder, first)], world)[0]
     problems: list[str] = []
+    refused: list[tuple[str, str]] = []
     tried = _in_order(paths, in_memory)
     if begun_from:  # where nothing of this run's own can be read, it begins again where it began
         tried.append((begun_from, None))
@@ -222,6 +223,7 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
             if first != "auto":
                 raise
             problems.append(str(error))
+            refused.append((path, problems[-1]))
             paths = [other for other in paths if other != path]
             continue
         if copy is None:
@@ -234,9 +236,24 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
         path = str(folder / "checkpoints" / f"step-{copy.step}")
         return {**extra, "path": Path(path), "problems": problems, "saved": False, "resumed": text}
     if problems and any(copy is None for _, copy in tried):
-        none = "no checkpoint of this run can be read; --checkpoint.resume none starts anew and keeps them aside"
-        raise CheckpointError("; ".join([*problems, none]))
+        none = "no checkpoint of this run can be resumed; --checkpoint.resume none starts anew and keeps them aside"
+        raise CheckpointError("; ".join([*_once(refused), none]))
     return {"problems": problems} if problems else {}
+
+
+def _once(refused: list[tuple[str, str]]) -> list[str]:
+    """Returns why checkpoints were refused, given as (path, why): each reason once, in the words of the first.
+
+    Where it speaks of that checkpoint, the others of which the same can be said are named behind it.
+    """
+    said: dict[str, list[tuple[str, str]]] = {}
+    for path, reason in refused:
+        said.setdefault(reason.replace(path, "") if path else reason, []).append((path, reason))
+    lines = []
+    for (_, first), *others in said.values():
+        names = ", ".join(Path(path).name for path, reason in others if reason != first)
+        lines.append(f"{first} (the same of {names})" if names else first)
+    return lines
 
 
 def _step(path: str) -> int:

@@ -80,7 +80,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         config, options = _load(flags, groups, world, local_world)
         if options.help:
             return _say(help_text(config, prog))
-        _check_arch(config, argv, defaults, prog)
+        _check_arch(config, argv, defaults, prog, start is not None)
         world = options.world_size or world
         data = _open(config)
         config = _checked(config, data, world)
@@ -169,12 +169,18 @@ def _how_to_go_on(config: Config, words: list[str] | None) -> str:
     return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"
 
 
-def _check_arch(config: Config, argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) -> None:
-    """Refuses another architecture in the preset or file than the one that was asked for by name."""
+def _check_arch(
+    config: Config, argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str, from_folder: bool
+) -> None:
+    """Refuses another architecture in the preset or file than the one that was asked for by name.
+
+    from_folder: the model is that of the folder that the run begins from, and cannot be another.
+    """
     named, found = defaults.get("model", {}).get("arch"), config.model.arch
     if named not in (None, found) and not any(word.split("=")[0] == "--model.arch" for word in argv):
-        which = f"the preset, file or folder says model.arch {found}: add --model.arch {found}, or --model.arch {named}"
-        raise ConfigError([f"{prog} trains {named}, and {which}"])
+        which = f"the preset, file or folder says model.arch {found}: add --model.arch {found}"
+        other = f"use `threed train {found}`" if from_folder else f"--model.arch {named}"
+        raise ConfigError([f"{prog} trains {named}, and {which}, or {other}"])
 
 
 def _load(
@@ -280,19 +286,29 @@ def _drive_problems(folder: str | None) -> list[str]:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above that exists."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    """The folder, or the nearest one above that exists, be it a link that leads nowhere."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+
+
+def _why_not(place: Path) -> str:
+    """What keeps folders from being made in a place that exists; nothing if they can be."""
+    if not place.is_dir():
+        return f": {place} is {'a file' if os.path.exists(place) else 'a link that leads nowhere'};"
+    if os.access(place, os.W_OK):
+        return ""
+    return f" in {place}{', which is read-only' if os.statvfs(place).f_flag & os.ST_RDONLY else ''}:"
 
 
 def _disk_problems(folder: Path, forecast: Forecast | None) -> list[str]:
-    there = _existing(folder)
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        why_not = ", which is read-only" if there.is_dir() and os.statvfs(there).f_flag & os.ST_RDONLY else ""
-        return [f"the run folder {folder} cannot be made in {there}{why_not}: choose another with --run.dir"]
+    there, saves = _existing(folder), _existing(folder / "checkpoints")
+    place = there if saves == there or _why_not(there) else saves
+    if why_not := _why_not(place):
+        what = f"the run folder {folder} cannot be made" if place == there else f"nothing can be saved in {folder}"
+        return [f"{what}{why_not} choose another with --run.dir"]
     if forecast is None:
         return []
     try:
-        check_space(there, checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype))
+        check_space(saves, checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype))
     except CheckpointError as error:
         return [str(error)]
     return []
@@ -305,7 +321,8 @@ def _resume_problems(folder: Path, config: Config) -> list[str]:
         return []  # looked at already
     if resume not in ("auto", "none") and not os.path.exists(Path(resume) / native.MANIFEST):
         where = f"--checkpoint.resume {resume}: no checkpoint is there (no {native.MANIFEST}, no config.json)"
-        return [f"{where}; give a step-N folder, or one of Hugging Face's (`threed convert` makes one of others')"]
+        others = "give a step-N folder, or one of Hugging Face's (`threed convert` makes one of others')"
+        return [f"{where}; {native.did_you_mean(Path(resume)) or others}"]
     for path in candidates(folder, resume):
         try:
             return native.model_differences(native.read_manifest(path), config)

@@ -186,6 +186,12 @@ def shortest(letters: str) -> str:
     return next(letters[:n] for n in range(1, size + 1) if (letters[:n] * (size // n + 1))[:size] == letters)
 
 
+def named(record: Architecture, ours: str) -> str:
+    """A key of the model as a configuration has it; ours where theirs has no such key."""
+    ours = "positions" if ours == "seq" else ours  # which is read from that
+    return next((key.theirs for key in record.keys if key.ours == ours), ours)
+
+
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

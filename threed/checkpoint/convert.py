@@ -86,7 +86,7 @@ def kind_of(path: Path, allow_pickle: bool = False) -> str:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     if not path.is_dir():
-        raise CheckpointError(f"{path} is a file: a checkpoint is a folder, give that")
+        raise CheckpointError(f"{path} is a file: a checkpoint is a folder, {native.did_you_mean(path) or 'give that'}")
     others = folders.kind_of(path)
     if others is not None and allow_pickle:
         return others
@@ -94,12 +94,7 @@ def kind_of(path: Path, allow_pickle: bool = False) -> str:
         return "hf"
     if others is not None:
         raise CheckpointError(folders.refusal(path, others))
-    inside = [file.parent for place in ("", "checkpoints/") for file in path.glob(f"{place}step-*/{native.MANIFEST}")]
-    hint = (
-        f"did you mean {max(inside, key=lambda step: step.stat().st_mtime)}?"
-        if inside
-        else "give a step-N folder, or one with a config.json"
-    )
+    hint = native.did_you_mean(path) or "give a step-N folder, or one with a config.json"
     raise CheckpointError(f"{path} is no checkpoint: it has neither {native.MANIFEST} nor config.json; {hint}")
 
 

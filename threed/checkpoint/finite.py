@@ -1,8 +1,9 @@
-"""Values that are not finite: neither written into a checkpoint nor taken from one.
+"""Values that are not finite: neither written into a checkpoint by a run nor taken from one; conversions pass them on.
 
     checked(stream, names(extents))      the same stream; NotFiniteError at the first tensor that has some
     watch = Watch(write, trained)        for `fill_in_place`: notes the first tensor that has some
     watch.problems                       one line, or none
+    tally = Tally(); tally.passed(name, slab); tally.tell(path)      of a conversion: counts tensors that have some
 
 Weights and moments of what is trained must be finite, for a run that goes on from anything else is lost. Buffers and
 frozen parameters need not be: a mask may well hold minus infinity.
@@ -10,7 +11,9 @@ frozen parameters need not be: a mask may well hold minus infinity.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -68,6 +71,28 @@ def checked(stream: Iterable[Tensor], names: Sequence[str]) -> Iterator[Tensor]:
         if name and not is_finite(values):
             raise NotFiniteError(f"{name} has values that are not finite (NaN or infinite), and is not saved")
         yield values
+
+
+class Tally:
+    """Tensors of a conversion that have values which are not finite: they are counted as they pass, and told once."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}
+
+    def passed(self, name: str, values: Tensor) -> Tensor:
+        """Looks at some rows of a tensor; returns them."""
+        if name not in self.names and not is_finite(values):
+            self.names[name] = None
+        return values
+
+    def tell(self, path: Path) -> None:
+        """Warns of what was found in the folder that was written, if anything was."""
+        if self.names:
+            count, first = len(self.names), next(iter(self.names))
+            which = first if count == 1 else f"{count} tensors, of which the first is {first},"
+            verb = "has" if count == 1 else "have"
+            text = f"{which} {verb} values that are not finite (NaN or infinite): a run refuses to begin from them"
+            warnings.warn(f"{path}: {text}", stacklevel=3)
 
 
 class Watch:

@@ -25,7 +25,7 @@ from torch import Tensor
 from threed.atomic import building_place, publish, write_text
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, begin, cut, stream_tensors
-from threed.checkpoint.finite import narrowed
+from threed.checkpoint.finite import Tally, narrowed
 from threed.checkpoint.hf_folder import slabs
 from threed.checkpoint.layouts import Entry, Shape, check_names, config_of, entries, our_shapes
 from threed.checkpoint.reading import Reader
@@ -103,7 +103,8 @@ def write_folder(
     building, nbytes = building_place(out), sum(_nbytes(entry, to[entry.name]) for entry in table)
     try:
         begin(out, "config.json", "Hugging Face folder", nbytes)
-        _write_weights(building, table, weights, to, shard_bytes)
+        tally = Tally()
+        _write_weights(building, table, weights, to, shard_bytes, tally)
         name = str(to[table[0].name]).removeprefix("torch.")
         for file, content in {"config.json": {**config, "dtype": name, "torch_dtype": name}, **files}.items():
             write_text(building / file, json.dumps(content, indent=2) + "\n")
@@ -115,6 +116,7 @@ def write_folder(
         raise CheckpointError(f"could not write {out}: {why(error, out.parent, nbytes)}") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
+    tally.tell(out)
     return out
 
 
@@ -158,9 +160,14 @@ def _nbytes(entry: Entry, dtype: torch.dtype) -> int:
 
 
 def _write_weights(
-    folder: Path, table: Sequence[Entry], weights: Weights, to: Mapping[str, torch.dtype], shard_bytes: int
+    folder: Path,
+    table: Sequence[Entry],
+    weights: Weights,
+    to: Mapping[str, torch.dtype],
+    shard_bytes: int,
+    tally: Tally,
 ) -> None:
-    """Writes one file, or numbered shards and their index."""
+    """Writes one file, or numbered shards and their index. tally: of tensors that are not finite."""
     shards = cut({entry.name: _nbytes(entry, to[entry.name]) for entry in table}, shard_bytes)
     files = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
     files = files if len(files) > 1 else ["model.safetensors"]
@@ -169,7 +176,7 @@ def _write_weights(
     def rows(name: str) -> Iterator[Tensor]:
         entry, dtype = by_name[name], to[name]
         for first, last in slabs(entry.shape, max(dtype.itemsize, 4)):
-            yield narrowed(name, entry.rows(weights.box, first, last), dtype)
+            yield tally.passed(name, narrowed(name, entry.rows(weights.box, first, last), dtype))
 
     for file, names in zip(files, shards, strict=True):
         about = {name: (to[name], by_name[name].shape) for name in names}

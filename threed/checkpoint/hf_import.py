@@ -43,17 +43,20 @@ def import_hf(
     """
     if problems := list(folder.problems()):
         raise CheckpointError("; ".join(problems))
+    tally = finite.Tally()
     to = {name: folder.dtype(name) if dtype is None else dtype_of(dtype) for name in folder.shapes}
 
     def rows(name: str) -> Iterator[Tensor]:
         shape = folder.shapes[name]
         for first, last in slabs(shape, max(to[name].itemsize, 4)):
             start, size = (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-            yield narrowed(name, folder.box(name, start, size), to[name])
+            yield tally.passed(name, narrowed(name, folder.box(name, start, size), to[name]))
 
     tensors = {name: (to[name], shape) for name, shape in folder.shapes.items()}
     config = Config(model=folder.model, data=DataConfig(tokenizer=tokenizer))
-    return write_weights(out, config, tensors, rows, {"tokenizer": hashes}, file_bytes)
+    write_weights(out, config, tensors, rows, {"tokenizer": hashes}, file_bytes)
+    tally.tell(out)
+    return out
 
 
 def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras) -> dict[str, Any]:

@@ -11,6 +11,7 @@ and both directions follow from it. Rotary positions need no permutation: ours a
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +19,14 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from threed import architectures
 from threed.architectures import spelling
 from threed.architectures.checks import export_limits, find_model_problems
-from threed.architectures.record import Rule
+from threed.architectures.record import Architecture, Rule
+from threed.arguments import reason
 from threed.checkpoint.files import CheckpointError
 from threed.config import ModelConfig
 from threed.parse import printable
@@ -172,7 +175,7 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
     """
     try:
         record = architectures.of_type(config.get("model_type"))
-        model = resolve_model(ModelConfig.model_validate(spelling.read(record, config)))
+        model = resolve_model(_validated(record, spelling.read(record, config)))
         if limits := list(export_limits(model)):
             raise ValueError(f"no {record.model_type} has {'; nor '.join(limits)}")
         if problems := list(find_model_problems(model)):
@@ -181,6 +184,22 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
     except ValueError as error:
         said = printable(" ".join(str(error).split()))
         raise CheckpointError(f"the Hugging Face configuration: {said}") from None
+
+
+def _validated(record: Architecture, keys: Mapping[str, Any]) -> ModelConfig:
+    """Returns the model of these keys; ValueError with every value that is none of its key, by their name of it."""
+    try:
+        return ModelConfig.model_validate(keys)
+    except ValidationError as error:
+        lines = []
+        for detail in error.errors():
+            ours, *inner = (str(part) for part in detail["loc"] or ("model",))
+            theirs = spelling.named(record, ours)
+            beside = f" ({ours})" if theirs != ours and ours != "seq" else ""
+            value = json.dumps(detail["input"], default=str)
+            short = value if len(value) <= 60 else f"{value[:57]}..."
+            lines.append(f"{'.'.join([theirs, *inner])} {short}{beside}: {reason(detail)}")
+        raise ValueError("; ".join(dict.fromkeys(lines))) from None
 
 
 def config_of(model: ModelConfig) -> dict[str, Any]:

@@ -220,7 +220,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(_text(file))
         stated = isinstance(manifest, dict) and digest(manifest)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}") from None
+        raise CheckpointError(_no_checkpoint(path, f"it has no {MANIFEST}")) from None
+    except NotADirectoryError:
+        raise CheckpointError(_no_checkpoint(path, "it is a file, and a checkpoint is a folder")) from None
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{file} cannot be read: {plain(error) or type(error).__name__}") from None
     version = manifest.get("version") if stated and manifest.get("format") == FORMAT else None
@@ -236,6 +238,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except CheckpointError as error:
         raise CheckpointError(f"{file} is not valid: {error}") from None
     return dict(manifest)
+
+
+def _no_checkpoint(path: Path, why: str) -> str:
+    hint = did_you_mean(path)
+    return f"{path} is no checkpoint: {why}{hint and f'; {hint}'}"
+
+
+def did_you_mean(path: Path) -> str:
+    """Returns which checkpoint is meant by a path that is none, as a question; nothing where none is near.
+
+    Of a run folder, or its `checkpoints`, the one of the highest step; of a file of a checkpoint, that.
+    """
+    if os.path.isfile(path):
+        return f"did you mean {path.parent}?" if os.path.isfile(path.parent / MANIFEST) else ""
+    places = [place for place in (path, path / "checkpoints") if os.path.isdir(place)]
+    steps = [file.parent for place in places for file in place.glob(f"step-*/{MANIFEST}")]
+    steps = [step for step in steps if step.name[5:].isdecimal()]
+    return f"did you mean {max(steps, key=lambda step: int(step.name[5:]))}?" if steps else ""
 
 
 def _text(file: Path) -> str:

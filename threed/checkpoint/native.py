@@ -26,6 +26,7 @@ from threed.checkpoint import finite, fit
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import MANIFEST as MANIFEST
+from threed.checkpoint.manifest import did_you_mean as did_you_mean
 from threed.checkpoint.manifest import missing, parts_of
 from threed.checkpoint.manifest import read_manifest as read_manifest
 from threed.checkpoint.manifest import verify as verify
