@@ -11,6 +11,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from unittest import mock
 
@@ -28,6 +29,8 @@ from threed import schedules
 from threed.collectives import Pending, done
 from threed.engine import Engine, StepMetrics
 from threed.layers import MicroBatch
+from threed.pipeline.activation_checkpointing import ActivationStore, Recomputed
+from threed.pipeline.boundary import Form
 from threed.pipeline.executor import Executor
 from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.transport import Links, Transport
@@ -355,6 +358,51 @@ def test_an_input_changed_in_place_ends_the_step_whether_graphs_are_shared_or_no
     stage = Stage(layers, AlwaysWhole() if apart is None else ComesAndGoes(apart))
     with pytest.raises(RuntimeError, match="in-place"):
         stage.forward(0, None, micros(1)[0])
+
+
+class Detached(Last):
+    """Its loss has no graph."""
+
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        return super().forward(x, micro).detach()
+
+
+def detached(frozen: bool = False) -> list[nn.Module]:
+    layers = [*model()[:-1], Detached()]
+    return [layer.requires_grad_(not frozen) for layer in layers]
+
+
+@pytest.mark.parametrize("apart", [None, LAYERS - 1])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_loss_without_a_gradient_is_refused(apart: int | None, recomputed: bool) -> None:
+    store = ActivationStore(None, None, torch.device("cpu")) if recomputed else None
+    gatherer = AlwaysWhole() if apart is None else ComesAndGoes(apart)
+    stage = Stage(detached(), gatherer, recomputed=Recomputed(frozenset({LAYERS - 1}), store))
+    (micro,) = micros(1)
+    stage.forward(0, None, micro)
+    with pytest.raises(RuntimeError, match=f"the loss that layer {LAYERS - 1} .Detached. returned has no gradient"):
+        stage.backward(0, None)
+
+
+def test_a_loss_without_a_gradient_is_refused_where_only_other_stages_train() -> None:
+    stage = Stage([Detached().requires_grad_(False)], AlwaysWhole())
+    (micro,) = micros(1)
+    for upstream in (True, False):
+        x = torch.ones(S, B, H).requires_grad_(upstream)
+        stage.forward(0, x, micro)
+        with pytest.raises(RuntimeError, match="has no gradient") if upstream else nullcontext():
+            stage.backward(0, None)
+
+
+def test_what_trains_nothing_and_what_is_no_loss_needs_no_gradient() -> None:
+    (micro,), (evaluated,) = micros(1), micros(1, training=False)
+    frozen = Stage(detached(frozen=True), AlwaysWhole())
+    frozen.forward(0, None, micro)
+    assert frozen.backward(0, None) is None
+    Stage(detached(), AlwaysWhole()).forward(0, None, evaluated)
+    middle = Stage(detached(), AlwaysWhole())  # its output may be numbers of tokens
+    form = Form.of(middle.forward(0, None, micro))
+    assert middle.backward(0, form.gradients([])) is None
 
 
 # -------------------------------------------------------------------------------------------------- the whole engine

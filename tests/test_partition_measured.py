@@ -5,6 +5,7 @@ Layers that sleep are the slow ones: their times hold on a busy machine, and the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -260,6 +261,8 @@ def test_a_plan_says_the_predicted_gain(cache: Path) -> None:
     assert found.division is not None
     assert re.search(r"measured: 3,5 layers; slowest rank 1\.\d\dx the mean; predicted 1\.\d\dx f", found.text())
     assert set(found.division.gains) == {"uniform", "balanced"}
+    slower = dataclasses.replace(found.division, gains={"uniform": 0.6, "balanced": 1.0})
+    assert slower.text().endswith("predicted 0.60x the speed of uniform, 1.00x faster than balanced")
     RUNS.clear()
     sliced = Forecast.of(
         config(Case(dtype="fp32", pp=2, tp=2, microbatches=8)), 4, build

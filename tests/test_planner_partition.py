@@ -99,8 +99,12 @@ def test_bytes_may_depend_on_the_stage_as_live_microbatches_do() -> None:
 def test_refusals_say_what_to_do() -> None:
     with pytest.raises(ValueError, match="3 layers cannot fill 4 stages: use at most 3"):
         balanced([1, 1, 1], 4)
-    with pytest.raises(ValueError, match="within 9 bytes: the best one needs 10"):
+    with pytest.raises(ValueError, match="within 9 bytes: the best one needs 10 bytes"):
         balanced([1, 2, 3], 2, bytes=[5, 5, 5], limit=9)
+    with pytest.raises(ValueError, match=r"within 10\.5 MiB: the best one needs 11\.7 MiB\. Use"):
+        balanced([1, 2], 2, bytes=[12272400, 5], limit=0.01025 * 2**30)
+    with pytest.raises(ValueError, match=r"within 2048 bytes: the best one needs 2049 bytes\. Use"):
+        balanced([1, 2], 2, bytes=[2048.5, 5], limit=2048)
     with pytest.raises(ValueError, match="needs both"):
         balanced([1, 2, 3], 2, bytes=[5, 5, 5])
     with pytest.raises(ValueError, match="one value for each of 3 layers"):

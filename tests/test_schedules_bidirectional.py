@@ -244,6 +244,7 @@ def test_any_size_and_any_costs_play_out_and_lower(
         ("chimera", 4, 7, r"schedule chimera: 7 micro-batches; .* must be even: use 8"),
         ("dualpipe", 1, 4, r"schedule dualpipe: 1 stages; .* must be even: use 2"),
         ("dualpipe", 4, 9, r"schedule dualpipe: 9 micro-batches; .* must be even: use 10"),
+        ("dualpipe", 4, 1, r"schedule dualpipe: 1 micro-batches; 4 stages need at least 8"),
         ("dualpipe", 4, 6, r"schedule dualpipe: 6 micro-batches; 4 stages need at least 8"),
         ("dualpipev", 3, 5, r"schedule dualpipev: 5 micro-batches; 3 stages need at least 6"),
         ("dualpipev", 1, 1, r"schedule dualpipev: 1 micro-batches; 1 stages need at least 2"),

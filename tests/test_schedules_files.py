@@ -337,6 +337,10 @@ def test_wrong_files_are_among_all_problems_of_a_run(mine: str, tmp_path: Path) 
         text = problems(f"{batch} --parallel.schedule {schedule} --model.heads 7")
         assert message in text
         assert "--model.hidden 256 is not divisible by --model.heads 7" in text
+    text = problems(f"--parallel.pp 2 --parallel.schedule {mine}:rounds --parallel.chunks 3")
+    assert f"--parallel.schedule {mine}:rounds: chunks is 3" in text  # `schedule` is said once
+    text = problems("--parallel.pp 3 --train.global-batch 48 --parallel.schedule chimera")
+    assert "--parallel.schedule chimera: 3 stages" in text
     text = problems(f"--parallel.pp 3 --parallel.schedule {tmp_path}/plan.csv", world=2)  # dp cannot be known
     assert "this run has 3 and another number" in text
     assert "must be 1f1b, gpipe, " in problems("--parallel.schedule mine.txt")

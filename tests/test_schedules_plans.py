@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Callable
 
@@ -289,6 +290,17 @@ def test_build_gives_the_named_schedule() -> None:
     assert schedules.available()[:2] == ("gpipe", "1f1b")
     assert build("gpipe", stages=3, microbatches=5) == schedules.gpipe(3, 5)
     assert build("1f1b", stages=3, microbatches=5, chunks=1) == schedules.one_f_one_b(3, 5)
+
+
+@pytest.mark.parametrize("name", schedules.available())
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_number_of_microbatches_that_a_refusal_names_is_accepted(name: str, stages: int) -> None:
+    for microbatches in range(1, 10):
+        try:
+            build(name, stages, microbatches)
+        except ValueError as error:
+            (number,) = re.findall(r"(?:use|at least) (\d+)", str(error))
+            build(name, stages, int(number))
 
 
 def test_misspelt_schedules_get_a_suggestion() -> None:

@@ -16,7 +16,7 @@ from tests.configs import Case as PlainCase
 from tests.harness import run_ranks
 from tests.test_zero_wrapped import Case, engine_of
 from threed import models
-from threed.config import ConfigError
+from threed.config import Config, ConfigError
 from threed.engine import Engine
 from threed.layers import Slicing
 from threed.models.wrapped import Wrapped
@@ -353,6 +353,41 @@ def test_what_cannot_be_wrapped_is_refused_by_name() -> None:
             engine.step({"x": torch.zeros(4, WIDTH), "y": none})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="different numbers of rows"):
         engine.step({"x": torch.zeros(4, WIDTH), "y": torch.zeros(3, WIDTH)})
+
+
+class Detached(Net):
+    """Returns a loss that nothing can be trained by, in training."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().forward(x, y)
+        return loss.detach() if self.training else loss
+
+
+def check_detached(stage: int) -> None:
+    engine, module = made(stage, Detached)
+    assert engine.evaluate(data(0)).isfinite()
+    with pytest.raises(RuntimeError, match=r"the loss that module \(Detached\) returned has no gradient: .* no_grad"):
+        engine.step(data(0))
+    module.eval()  # goes on as if nothing had been
+    assert engine.step(data(0)).grad_norm > 0
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_without_a_gradient_is_refused(stage: int) -> None:
+    run_ranks(2, check_detached, stage)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved", "zb-h1", "2bw"])
+def test_schedules_with_several_chunks_are_refused_by_name(schedule: str) -> None:
+    config = Config.model_validate({"parallel": {"schedule": schedule}})
+    if schedule == "zb-h1":
+        Engine(Net(), Topology(), config)
+        return
+    with pytest.raises(ConfigError) as found:
+        Engine(Net(), Topology(), config)
+    (problem,) = found.value.problems
+    assert problem.startswith(f"--parallel.schedule {schedule} with a wrapped module: ")
+    assert ("cannot be cut into 2 chunks; use a schedule with one chunk a rank" in problem) == (schedule != "2bw")
 
 
 class OfLayers(nn.Module):

@@ -16,7 +16,7 @@ from threed import schedules
 from threed.architectures.checks import export_limits as export_limits
 from threed.architectures.checks import find_model_problems
 from threed.config import Config, ConfigError, key_name
-from threed.resolution import count_microbatches, derive_dp
+from threed.resolution import count_microbatches, derive_dp, schedule_problem
 from threed.save_checks import check_copies, check_saves
 
 
@@ -287,7 +287,7 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
         try:
             plan = schedules.build(name, p.pp, count or 2 * p.pp, chunks)
         except ValueError as error:
-            yield f"--parallel.{error}"
+            yield schedule_problem(error)
         else:
             yield from _check_stages(config, plan.total_stages)
 
@@ -319,7 +319,7 @@ def _check_file(config: Config, count: int | None) -> Iterator[str]:
         elif count is not None:
             yield from _check_stages(config, schedules.build(name, p.pp, count, p.chunks).total_stages)
     except ValueError as error:
-        yield f"--parallel.schedule {error}"
+        yield schedule_problem(error)
 
 
 def _check_sequence(config: Config) -> Iterator[str]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from threed import collectives
 from threed.blueprint import Blueprint, Pipeline
-from threed.config import Config
+from threed.config import Config, ConfigError
 from threed.footprint import decide_order, flops
 from threed.layer_times import cut_by_times
 from threed.models import Model
@@ -20,8 +20,13 @@ def draw(model: Model, topology: Topology, config: Config, *, wrapped: bool) -> 
     """Returns the configuration with the order of layers decided, and the blueprint of this rank. Collective.
 
     wrapped: the model is a module that knows nothing of threed. ModelError for one that is not right in this topology,
-    ValueError for one without a parameter to train.
+    ValueError for one without a parameter to train, ConfigError for a wrapped one in several chunks.
     """
+    chunks = config.parallel.chunks or 1
+    if wrapped and chunks > 1:
+        given = f"--parallel.schedule {config.parallel.schedule} with a wrapped module"
+        fix = "use a schedule with one chunk a rank, such as 1f1b or gpipe, or build it from threed.layers"
+        raise ConfigError([f"{given}: the module is one layer, which cannot be cut into {chunks} chunks; {fix}"])
     layers = model.layers()
     if not wrapped:
         check(layers, model.slicing, topology.axis("tp"), topology.axis("world"))

@@ -65,8 +65,13 @@ def _resolve_parallel(config: Config, world_size: int | None) -> dict[str, Any]:
     try:
         chunks = p.chunks or schedules.own_chunks(p.schedule, *sizes)
     except ValueError as error:
-        raise ConfigError([f"--parallel.schedule {error}"]) from error
+        raise ConfigError([schedule_problem(error)]) from error
     return {"dp": dp, "sequence": p.tp > 1, "chunks": chunks}
+
+
+def schedule_problem(error: ValueError) -> str:
+    """What a schedule refuses, as a problem of the key; some of it begins with `schedule NAME` already."""
+    return f"--parallel.schedule {str(error).removeprefix('schedule ')}"
 
 
 def _resolve_precision(precision: PrecisionConfig) -> dict[str, Any]:

@@ -112,11 +112,12 @@ class Form:
         return dict(zip(self.keys, leaves, strict=True)) if isinstance(self.keys, tuple) else tuple(leaves)
 
     def gradients(self, parts: Sequence[Tensor]) -> Any:
-        """The gradients of such a value, arranged as it is; None where a tensor gets none."""
+        """The gradients of such a value, arranged as it is; None where a tensor gets none, but (None,) for a sole one:
+        None alone is what a loss is given."""
         coming = iter(parts)
         whole = [next(coming) if grad else None for grad in self.grads]
         if self.keys is None:
-            return whole[0]
+            return whole[0] if self.grads[0] else (None,)
         return dict(zip(self.keys, whole, strict=True)) if isinstance(self.keys, tuple) else tuple(whole)
 
     def gradients_to_send(self, gradient: Any, device: torch.device) -> list[Tensor]:

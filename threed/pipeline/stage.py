@@ -98,11 +98,11 @@ class Stage:
     """The layers [first, first + len(layers)) among those that this rank holds, as one function of a micro-batch.
 
     forward(m, x, micro) -> y;  backward(m, dy) -> dx.  x is None on the model's first stage; on its last, y is the
-    micro-batch's weighted loss and dy is None. Gradients have the structure of the values, None where there is none.
-    The tensors of y have no graph; `requires_grad` says which need a gradient. keep: the unit where the pass ends stays
-    whole, because the next pass begins there. prefetch: units gathered ahead of the running one. recomputed: layers
-    recomputed in the backward. A layer whose backward does not read its weights sets `backward_reads_weights = False`,
-    and one that must not be recomputed `recomputable = False`.
+    micro-batch's weighted loss and dy is None. Gradients have the structure of the values, None where there is none;
+    (None,) is that of a sole tensor without one. The tensors of y have no graph; `requires_grad` says which need a
+    gradient. keep: the unit where the pass ends stays whole, because the next pass begins there. prefetch: units
+    gathered ahead of the running one. recomputed: layers recomputed in the backward. A layer whose backward does not
+    read its weights sets `backward_reads_weights = False`, and one that must not be recomputed `recomputable = False`.
     """
 
     def __init__(
@@ -259,14 +259,28 @@ class Stage:
 
     def _back(self, unit: int, frame: Frame, before: list[Frame], dy: Any, first: bool, split: bool = False) -> Any:
         """Runs the backward of the graph that ends with a layer. before: frames whose backward comes next. first: of
-        the stage's backward, where dy None means that y is a loss."""
+        the stage's backward, where dy None means that y is a loss; which must have a graph."""
         with self._graph(unit, frame, before, split) as (x, edges):
             grads = gradients_of(dy, len(edges))
             loss = first and dy is None
             roots = [(e, g) for e, g in zip(edges, grads, strict=True) if e is not None and (loss or g is not None)]
+            if loss and not roots:
+                self._refuse_untrained(unit, x)
             if roots:
                 torch.autograd.backward(tuple(e for e, _ in roots), None if loss else tuple(g for _, g in roots))
             return like(x, [part.grad for part in tensors(x)])
+
+    def _refuse_untrained(self, unit: int, x: Any) -> None:
+        """Raises RuntimeError for a loss without a graph, unless there is nothing here that it could have trained."""
+        inside = [part for layer in self.layers for part in layer.modules()]
+        params = [param for part in inside for param in dict.values(part._parameters) if param is not None]
+        if any(part.requires_grad for part in (*tensors(x), *params)):
+            layer = self._layer(unit)
+            what = f"{getattr(layer, 'name', f'layer {unit}')} ({type(getattr(layer, 'module', layer)).__name__})"
+            raise RuntimeError(
+                f"the loss that {what} returned has no gradient: nothing of it would be trained; was it detached, or"
+                " computed under no_grad?"
+            )
 
     @contextmanager
     def _graph(

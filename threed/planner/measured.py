@@ -18,8 +18,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
+from math import ceil, floor
 from typing import NamedTuple, TypeVar
 
+from threed.disk import in_units
 from threed.planner.partition import Held, balanced
 from threed.schedules.action import Kind
 from threed.schedules.plan import Plan
@@ -58,8 +60,7 @@ class Division:
     ranges: layers of each stage. plan: of a step; by these times where the schedule plans by times, and then for at
     most `limit` micro-batches on a rank, if that is not None. times: of every layer. seconds: of a step's forwards and
     backwards, as simulated. bubble: of them, the part in which a rank waits. imbalance: the slowest rank's work over
-    the mean. gains: by name of another cut, how many times faster than that this one is. notices: what there is to say
-    about the times.
+    the mean. gains: by name of another cut, its seconds over these. notices: what there is to say about the times.
     """
 
     ranges: Ranges
@@ -80,7 +81,9 @@ class Division:
     def text(self) -> str:
         """One line for people."""
         counts = ",".join(str(len(part)) for part in self.ranges)
-        gains = ", ".join(f"{gain:.2f}x faster than {name}" for name, gain in self.gains.items())
+        gains = ", ".join(
+            f"{gain:.2f}x {'faster than' if gain >= 1 else 'the speed of'} {name}" for name, gain in self.gains.items()
+        )
         predicted = f"; predicted {gains}" if gains else ""
         return f"measured: {counts} layers; slowest rank {self.imbalance:.2f}x the mean{predicted}"
 
@@ -119,7 +122,8 @@ def divide(
     excess, _ = search.price(best)
     if excess:
         raise ValueError(
-            f"no cut was found that keeps every rank within {limit:g} bytes: the best one is {excess:.0f} bytes above."
+            f"no cut was found that keeps every rank within {in_units(floor(limit or 0))}: the best one is"
+            f" {in_units(ceil(excess))} above."
             " Use more stages or tensor ranks, recomputation, or a smaller micro-batch"
         )
     timeline, work = search.simulate(best), search.work(best)

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from math import floor, lcm
+from math import ceil, floor, lcm
+
+from threed.disk import in_units
 
 # (stage, start, stop) -> the price of giving layers start .. stop - 1 to the stage; None where that is not allowed
 Score = Callable[[int, int, int], int | None]
@@ -114,9 +116,13 @@ def _rows(bytes: Sequence[float] | Sequence[Sequence[float]] | None, n: int, sta
 def _no_cut(held: Held, unit: int, limit: float, n: int, stages: int) -> ValueError:
     """What to say where no cut fits the limit: which limit one would."""
     least = _optimum(n, stages, held, max)
+    most, needed = floor(limit), ceil(Fraction(least[0], unit)) if least else 0
+    given, best = (in_units(value) for value in (most, needed))
+    if given == best:  # the difference is less than the unit shows
+        given, best = f"{most} bytes", f"{needed} bytes"
     return ValueError(
-        f"no cut of {n} layers into {stages} stages keeps every stage within {limit:g} bytes: the best one needs "
-        f"{least[0] / unit if least else 0:g}. Use more stages or tensor ranks, recomputation, or a smaller micro-batch"
+        f"no cut of {n} layers into {stages} stages keeps every stage within {given}: the best one needs {best}."
+        " Use more stages or tensor ranks, recomputation, or a smaller micro-batch"
     )
 
 

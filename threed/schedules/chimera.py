@@ -35,17 +35,32 @@ def chimera(stages: int, microbatches: int) -> Plan:
     return Plan("chimera", stages, microbatches, 2, tuple(ranks), placement, ways=2)
 
 
-def both_ways(name: str, stages: int, microbatches: int) -> tuple[tuple[int, int], ...]:
+def both_ways(name: str, stages: int, microbatches: int, least: int = 1) -> tuple[tuple[int, int], ...]:
     """The placement of a bidirectional plan: rank r holds stage r, and that of the opposite rank for the other way.
 
-    Raises ValueError where stages or micro-batches are odd.
+    Raises ValueError where stages or micro-batches are odd, or the latter fewer than `least`.
     """
-    for count, what in ((stages, "stages"), (microbatches, "micro-batches")):
-        if count % 2:
-            raise ValueError(
-                f"schedule {name}: {count} {what}; it goes both ways, so their number must be even: use {count + 1}"
-            )
+    check_even(name, stages, "stages")
+    check_enough(name, stages, microbatches, least)
+    check_even(name, microbatches, "micro-batches")
     return tuple((rank, stages - 1 - rank) for rank in range(stages))
+
+
+def check_enough(name: str, stages: int, microbatches: int, least: int) -> None:
+    """Raises ValueError for fewer micro-batches than `least`."""
+    if microbatches < least:
+        raise ValueError(
+            f"schedule {name}: {microbatches} micro-batches; {stages} stages need at least {least}: use more, or "
+            "another schedule"
+        )
+
+
+def check_even(name: str, count: int, what: str) -> None:
+    """Raises ValueError for an odd number of what goes both ways."""
+    if count % 2:
+        raise ValueError(
+            f"schedule {name}: {count} {what}; it goes both ways, so their number must be even: use {count + 1}"
+        )
 
 
 def _slots(way: int, rank: int, stages: int, microbatches: int) -> list[tuple[int, Action]]:

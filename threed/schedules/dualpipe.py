@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import deque
 
 from threed.schedules.action import Action, Kind, together
-from threed.schedules.chimera import both_ways
+from threed.schedules.chimera import both_ways, check_enough
 from threed.schedules.plan import Plan
 
 
@@ -32,8 +32,7 @@ def dualpipe(stages: int, microbatches: int) -> Plan:
 
     Raises ValueError where stages or micro-batches are odd, or with fewer than 2 stages micro-batches.
     """
-    placement = both_ways("dualpipe", stages, microbatches)
-    _check_enough("dualpipe", stages, microbatches)
+    placement = both_ways("dualpipe", stages, microbatches, least=2 * stages)
     half = microbatches // 2
     ranks = []
     for rank in range(stages):
@@ -48,18 +47,10 @@ def dualpipev(stages: int, microbatches: int) -> Plan:
 
     Raises ValueError with fewer than 2 stages micro-batches.
     """
-    _check_enough("dualpipev", stages, microbatches)
+    check_enough("dualpipev", stages, microbatches, 2 * stages)
     placement = tuple((rank, 2 * stages - 1 - rank) for rank in range(stages))
     ranks = tuple(_Rank(rank, stages, microbatches, 0, (0, 0)).actions() for rank in range(stages))
     return Plan("dualpipev", stages, microbatches, 2, ranks, placement)
-
-
-def _check_enough(name: str, stages: int, microbatches: int) -> None:
-    if microbatches < 2 * stages:
-        raise ValueError(
-            f"schedule {name}: {microbatches} micro-batches; {stages} stages need at least {2 * stages}: use more, or "
-            "another schedule"
-        )
 
 
 class _Rank:
