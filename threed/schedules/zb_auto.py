@@ -92,7 +92,12 @@ class _Search:
     @property
     def over(self) -> bool:
         """Whether nothing can end earlier, or no more may be tried."""
-        return bool(self.found) and (self.left <= 0 or self.found[0].makespan <= self.bound * (1 + 1e-9))
+        return bool(self.found) and (self.left <= 0 or self.reached)
+
+    @property
+    def reached(self) -> bool:
+        """Whether nothing can end earlier than the best."""
+        return self.found[0].makespan <= self.bound * (1 + 1e-9)
 
     def attempt(self, orders: Orders | None, patience: float) -> Filled | None:
         """Plays orders out; what came of it, if it could be played and there was reason to."""
@@ -117,7 +122,7 @@ class _Search:
             raise ValueError(f"schedule zb-auto: no plan found within {self.limit} chunks of a micro-batch a rank")
         left = float(EFFORT)
         for start in list(self.found):
-            if left > 0 and self.found[0].makespan > self.bound * (1 + 1e-9):
+            if left > 0 and not self.reached:
                 shorter, left = shorten(self.flow, start, self.limit, left)
                 self.keep(shorter)
         return self.found[0]
