@@ -17,6 +17,7 @@ from threed import collectives
 from threed.config import Config
 from threed.device import start_copy_in
 from threed.layers import MicroBatch
+from threed.layers.slicing import Flag
 from threed.models import Model, Wrapped
 from threed.models.counting import count_items, with_some_label
 from threed.precision import dtype
@@ -34,6 +35,7 @@ class Batches:
         self.size, self.global_batch = config.train.micro_batch, config.train.global_batch
         self.dtype = dtype(config.precision.dtype)
         self.ends = ends
+        self.empty = Flag("no label of the global batch counts (all are below 0)", error=False)
 
     def rows(self, batch: Batch) -> int:
         """Sequences (or rows) in a batch. Raises ValueError when they make no whole micro-batches."""
@@ -102,8 +104,9 @@ class Batches:
         whole = {key: self._placed(value) for key, value in batch.items()}
         parts = [{key: value.chunk(count)[i] for key, value in whole.items()} for i in range(count)]
         items = [wrapped.count(part) for part in parts]
-        total = collectives.sum_of_scalars(torch.stack(items).sum(0).view(-1), self.topology.axis("dp")).clamp(min=1)
-        weights = [(n * (scale / total)).view(n.shape) for n in items]
+        total = collectives.sum_of_scalars(torch.stack(items).sum(0).view(-1), self.topology.axis("dp"))
+        self.empty.note(total.amax() == 0)
+        weights = [(n * (scale / total.clamp(min=1))).view(n.shape) for n in items]
         parts = [with_some_label(part, n) for part, n in zip(parts, items, strict=True)]
         return [
             MicroBatch(weight=weight, step=step, training=training, inputs=part)
@@ -118,4 +121,6 @@ class Batches:
         """The loss scale / the global number of valid items; needed, and so agreed upon, where the model ends only."""
         if not self.ends:
             return None
-        return scale / collectives.sum_of_scalars(valid.view(1), self.topology.axis("dp"))[0].clamp(min=1)
+        total = collectives.sum_of_scalars(valid.view(1), self.topology.axis("dp"))[0]
+        self.empty.note(total == 0)
+        return scale / total.clamp(min=1)
