@@ -8,15 +8,15 @@ loss is multiplied by the loss scale / the global number of items.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from threed import collectives
 from threed.config import Config
 from threed.device import start_copy_in
-from threed.layers import MicroBatch
+from threed.layers import Embedding, LanguageModelHead, MicroBatch
 from threed.layers.slicing import Flag
 from threed.models import Model, Wrapped
 from threed.models.counting import count_items, with_some_label
@@ -27,14 +27,19 @@ Batch = Mapping[str, Tensor]
 
 
 class Batches:
-    """Cuts this data rank's share of global batches for a model. ends: whether the model ends on this rank."""
+    """Cuts this data rank's share of global batches for a model. ends: whether the model ends on this rank. layers: all
+    layers of the model; those of `threed.layers` at its ends need ids."""
 
-    def __init__(self, model: Model, topology: Topology, config: Config, ends: bool = True) -> None:
+    def __init__(
+        self, model: Model, topology: Topology, config: Config, layers: Sequence[nn.Module] = (), ends: bool = True
+    ) -> None:
         self.wrapped = model if isinstance(model, Wrapped) else None
         self.topology, self.slicing = topology, model.slicing
         self.size, self.global_batch = config.train.micro_batch, config.train.global_batch
         self.dtype = dtype(config.precision.dtype)
         self.ends = ends
+        needs = {"tokens": Embedding, "labels": LanguageModelHead}
+        self.ids = [key for key, kind in needs.items() if any(isinstance(layer, kind) for layer in layers)]
         self.empty = Flag("no label of the global batch counts (all are below 0)", error=False)
 
     def rows(self, batch: Batch) -> int:
@@ -51,6 +56,15 @@ class Batches:
         if rows == 0 or rows % self.size:
             raise ValueError(f"this rank's batch of {rows} sequences is not a multiple of micro-batch {self.size}")
         return rows
+
+    def _check_ids(self, batch: Batch) -> None:
+        """Raises ValueError if ids that the model needs are missing or not int64."""
+        for key in self.ids:
+            if key not in batch:
+                raise ValueError(f"the batch has no {key!r}: the model needs int64 {key!r} [b s]")
+            if (given := batch[key].dtype) != torch.int64:
+                fix = "ids are whole numbers" if given.is_floating_point else f"convert with batch[{key!r}].long()"
+                raise ValueError(f"the batch's {key!r} are {str(given).removeprefix('torch.')}, not int64: {fix}")
 
     def _agreed_rows(self, batch: Batch, training: bool) -> int:
         """Rows of the batch. Raises ValueError where data ranks pass different numbers of them: they would lose each
@@ -80,6 +94,7 @@ class Batches:
         batches before. scale: the loss scale. Collective.
         """
         rows = self._agreed_rows(batch, training)
+        self._check_ids(batch)
         if self.wrapped is not None:
             return self._of_a_module(self.wrapped, batch, rows // self.size, step, scale, training)
         if "tokens" in batch:

@@ -90,9 +90,10 @@ class Engine:
         agreement.check_configuration(config, topology.axis("world"))
         self.config, blueprint = draw(self.model, topology, config, wrapped=self.wrapped is not None)
         self.blueprint = blueprint
-        self.batches = Batches(self.model, topology, config, ends=topology.axis("pp").index in blueprint.cut.ends)
-        self.layout = blueprint.layout
         layers, mine = blueprint.layers, [blueprint.layers[number] for number in blueprint.held]
+        ends = topology.axis("pp").index in blueprint.cut.ends
+        self.batches = Batches(self.model, topology, config, layers, ends)
+        self.layout = blueprint.layout
         flags = [f for layer in layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
         self.faults = Faults([self.batches.empty, *flags], topology.axis("world"), topology.device)
         module = self.wrapped and self.wrapped.module
@@ -156,7 +157,8 @@ class Engine:
         """One optimizer step on this data rank's share of the global batch.
 
         batch: 'tokens' and 'labels', int64 [b s], b a multiple of the micro-batch size; labels below 0 are not
-        counted; 'samples', int64 [b], global sample indices, by default in order of consumption.
+        counted; 'samples', int64 [b], global sample indices, by default in order of consumption. A step with ids beyond
+        the vocabulary, or without any label that counts, is skipped: see `DataError`.
         """
         began = time.perf_counter()
         rewind = self.extras.rewinding() if self.optimizer.pending else lambda: None
@@ -256,8 +258,8 @@ class Engine:
         return StepMetrics(self.steps, tokens, self._numbers, spent, self.faults, most)
 
     def _numbers_of(self, update: Update) -> Numbers:
-        found = self.faults.add(update.sums[1:])
-        return Numbers(loss_of(update.sums), update.grad_norm, update.lr, update.loss_scale, update.skips, update.in_a_row, found)
+        loss, found = loss_of(update.sums), self.faults.add(update.sums[1:])
+        return Numbers(loss, update.grad_norm, update.lr, update.loss_scale, update.skips, update.in_a_row, found)
 
     def _pass_ended(self, chunk: int = 0) -> None:
         self.reducer.pass_ended(chunk)
@@ -347,8 +349,8 @@ class Engine:
     # --------------------------------------------------------------------------------------------------------- state
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
-        """Writes a checkpoint folder at `path`, whole or not at all; `extra` is kept in its manifest. DataError on every
-        rank, before anything is written, after a step with invalid data that no metrics have raised yet."""
+        """Writes a checkpoint folder at `path`, whole or not at all; `extra` is kept in its manifest. DataError on all
+        ranks, before anything is written, after a step with invalid data that no metrics have raised yet."""
         self.saver.end()
         return self.saver.save(Path(path), self.counters(extra), self.extras)
 
