@@ -70,6 +70,7 @@ FLOORS = {
     "threed.preemption": 6,
     "threed.supervision": 6,
     "threed.trainer": 6,
+    "threed.validation": 6,
     "threed.launch": 6,
     "threed.cli": 6,
     "threed.__main__": 7,

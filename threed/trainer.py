@@ -40,6 +40,7 @@ from threed.preemption import Preempted, Stop
 from threed.saves import Saves
 from threed.schedules import Action, span_and_bubble
 from threed.supervision import Supervision
+from threed.validation import Validation
 
 GIB = 2**30
 BEFORE_EXIT_S = 5.0  # for copies in memory that are written when another rank has failed
@@ -64,6 +65,7 @@ class Trainer:
         self.interrupted = interrupted
         self.engine, self.data, self.command = engine, data, command
         self.config, self.topology = engine.config, engine.topology
+        self.validation = Validation(engine, data)
         self.world = self.topology.axis("world")
         self.main = self.topology.rank == 0
         self.folder = Path(self.config.run.dir or "runs")
@@ -171,7 +173,8 @@ class Trainer:
         )  # fmt: skip
         note = self.monitor.note
         text = "" if self.forecast is None else self.forecast.text()
-        for line in (self.data.notice, f"data       {self.data.description}", text):
+        few = self.validation.notice and f"validation {self.validation.notice}"
+        for line in (self.data.notice, f"data       {self.data.description}", few, text):
             if line:
                 note(line)
         for problem in self.extra.get("problems", ()):
@@ -285,22 +288,15 @@ class Trainer:
             return {}
         self.heartbeat.beat(step, "evaluate")
         loss = self.evaluate()
-        return {} if loss is None else {"val/loss": loss, "val/bits_per_byte": self.data.bits_per_byte(loss)}
+        return {} if loss is None else {"val/loss": loss, "val/bits_per_byte": self.validation.bits_per_byte(loss)}
 
     def evaluate(self) -> float | None:
-        """The mean token loss on the validation samples, a whole number of global batches; None if the run is to stop
-        meanwhile."""
-        train, axis = self.config.train, self.topology.axis("dp")
-        share = train.global_batch // axis.size
-        count = -(-train.eval_samples // train.global_batch)
-        firsts = [k * train.global_batch + axis.index * share for k in range(count)]
-        losses = []
-        for first in firsts:
-            losses.append(self.engine.evaluate(self.data.valid.batch(first, share)))
-            self.heartbeat.beat(self.engine.steps, "evaluate")
-            if self.stop.check():
-                return None
-        return float(torch.stack(losses).mean())
+        """The mean token loss over the validation windows; None if the run is to stop meanwhile. Collective."""
+        return self.validation.loss(self._evaluated_batch)
+
+    def _evaluated_batch(self) -> bool:
+        self.heartbeat.beat(self.engine.steps, "evaluate")
+        return self.stop.check()
 
     def _profile(self, step: int) -> None:
         """Records the configured steps with torch's profiler, a trace file a rank."""
