@@ -239,7 +239,9 @@ class OptimConfig(_Group):
     name: Optimizer = Field("adamw", description="optimizer")
     lr: Positive = Field(1e-3, description="peak learning rate")
     min_lr: NonNegative | None = Field(None, description="learning rate at the end; none: lr / 10")
-    warmup: Natural = Field(20, description="steps from 0 to lr")
+    warmup: Natural | None = Field(
+        None, description="steps from 0 to lr, fewer than train.steps; none: 20, at most half of train.steps"
+    )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine", description="learning rate after the warmup"
     )

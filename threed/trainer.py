@@ -173,8 +173,9 @@ class Trainer:
         )  # fmt: skip
         note = self.monitor.note
         text = "" if self.forecast is None else self.forecast.text()
+        rate = self._rate_text()
         few = self.validation.notice and f"validation {self.validation.notice}"
-        for line in (self.data.notice, f"data       {self.data.description}", few, text):
+        for line in (self.data.notice, f"data       {self.data.description}", few, rate, text):
             if line:
                 note(line)
         for problem in self.extra.get("problems", ()):
@@ -198,6 +199,13 @@ class Trainer:
         if self.main:
             toml = f"# data: {self.data.description}\n# sha256 of the data: {self.data.sha256}\n{to_toml(self.config)}"
             (self.folder / "config.toml").write_text(toml)
+
+    def _rate_text(self) -> str:
+        """The shape of the learning rate over the steps, in words."""
+        optim, steps = self.config.optim, self.config.train.steps
+        warm = f"warm-up over {optim.warmup} of {steps} steps to {optim.lr:g}" if optim.warmup else f"{optim.lr:g}"
+        end = "" if optim.schedule == "constant" else f" to {optim.min_lr:g}"
+        return f"rate       {warm}, then {optim.schedule}{end}"
 
     # -------------------------------------------------------------------------------------------------------- steps
 
