@@ -24,6 +24,7 @@ from threed.batches import Batch
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf import export_hf
 from threed.checkpoint.hf_folder import is_hf_folder
+from threed.checkpoint.resuming import compare
 from threed.checkpoint.retention import Retention, candidates, job_name
 from threed.checkpoint.run_folder import owned, probe
 from threed.clocks import on_one_clock
@@ -41,6 +42,7 @@ from threed.saves import Saves
 from threed.schedules import Action, span_and_bubble
 from threed.supervision import Supervision
 from threed.validation import Validation
+from threed.zero.setup import describe_rate
 
 GIB = 2**30
 BEFORE_EXIT_S = 5.0  # for copies in memory that are written when another rank has failed
@@ -99,9 +101,11 @@ class Trainer:
     def _run(self) -> None:
         self.memory = Memory(self.engine, self.folder, lambda text: self.monitor.note(text))
         extra = resume(self.engine, self.folder, self.retention, self.memory)
+        self.changes = compare(extra.get("manifest"), self.config, self.data).accepted()
         if extra.get("saved"):
             self.saves.last_saved = self.engine.steps
         self.begun_step, self.begun_samples = self.engine.steps, self.engine.consumed
+        self.begun_tokens = extra.get("tokens", self.begun_samples * self.config.model.seq)
         train = self.config.train
         self.last = last = min(train.steps, train.stop_after or train.steps)
         steps = self.engine.steps
@@ -173,7 +177,7 @@ class Trainer:
         )  # fmt: skip
         note = self.monitor.note
         text = "" if self.forecast is None else self.forecast.text()
-        rate = self._rate_text()
+        rate = f"rate       {describe_rate(self.config.optim, self.config.train.steps)}"
         few = self.validation.notice and f"validation {self.validation.notice}"
         for line in (self.data.notice, f"data       {self.data.description}", few, rate, text):
             if line:
@@ -187,11 +191,8 @@ class Trainer:
             note(f"{'begun from' if begun else 'resumed   '} {self.extra['path']}{', with moments of zero' * begun}")
         if aside:
             note(f"set aside  {aside}: this run starts at step {self.engine.steps}")
-        if self.extra.get("data_sha256", self.data.sha256) != self.data.sha256:
-            note("the data differ from those the checkpoint was trained on: losses may jump")
-        seed = self.config.train.seed
-        if (before := self.extra.get("seed", seed)) != seed:
-            note(f"train.seed was {before} and is {seed}: samples and dropout masks are others from here on")
+        for line in self.changes:
+            note(f"changed    {line}")
         if self.engine.steps >= self.config.train.steps:
             note(
                 f"all {self.config.train.steps} steps are done; --train.steps trains on, --checkpoint.resume none anew"
@@ -199,13 +200,6 @@ class Trainer:
         if self.main:
             toml = f"# data: {self.data.description}\n# sha256 of the data: {self.data.sha256}\n{to_toml(self.config)}"
             (self.folder / "config.toml").write_text(toml)
-
-    def _rate_text(self) -> str:
-        """The shape of the learning rate over the steps, in words."""
-        optim, steps = self.config.optim, self.config.train.steps
-        warm = f"warm-up over {optim.warmup} of {steps} steps to {optim.lr:g}" if optim.warmup else f"{optim.lr:g}"
-        end = "" if optim.schedule == "constant" else f" to {optim.min_lr:g}"
-        return f"rate       {warm}, then {optim.schedule}{end}"
 
     # -------------------------------------------------------------------------------------------------------- steps
 
@@ -268,7 +262,7 @@ class Trainer:
             "train/loss": loss,
             "train/lr": metrics.lr,
             "train/grad_norm": metrics.grad_norm,
-            "train/tokens": self.engine.consumed * self.config.model.seq,
+            "train/tokens": self._tokens(),
             "train/skipped_steps": metrics.skipped,
             "train/loss_scale": metrics.loss_scale,
             **self.meter.take(),
@@ -283,6 +277,10 @@ class Trainer:
             row["pp/bubble_measured"] = span_and_bubble(self.spans)[1]
             row["pp/bubble_ideal"] = self.forecast.bubble
         return row
+
+    def _tokens(self) -> int:
+        """Tokens of all steps so far: sequences may have been of another length before a resume."""
+        return int(self.begun_tokens + (self.engine.consumed - self.begun_samples) * self.config.model.seq)
 
     def _all_spans(self) -> list[Any]:
         """What ran when on every stage of this rank's column, in seconds of this rank's clock."""
@@ -353,9 +351,9 @@ class Trainer:
 
     def _beside(self) -> dict[str, Any]:
         """What a checkpoint keeps for the next run and for exports, beside the engine's state."""
-        files, seed = self.data.tokenizer.files, self.config.train.seed
+        tokenizer = self.data.tokenizer
         known = {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256, "job": job_name()}
-        return {**known, "tokenizer": files, "seed": seed}
+        return {**known, "tokenizer": tokenizer.files, "fingerprint": tokenizer.fingerprint, "tokens": self._tokens()}
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a step's checkpoint."""

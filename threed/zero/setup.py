@@ -181,6 +181,12 @@ def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:
     return schedule(optim.schedule, optim.lr, min_lr, warmup, steps)
 
 
+def describe_rate(optim: OptimConfig, steps: int) -> str:
+    """Returns the learning-rate schedule of a resolved configuration in words."""
+    warm = f"warm-up over {optim.warmup} of {steps} steps to {optim.lr:g}" if optim.warmup else f"{optim.lr:g}"
+    return f"{warm}, then {optim.schedule}" + ("" if optim.schedule == "constant" else f" to {optim.min_lr:g}")
+
+
 def loss_scale(precision: PrecisionConfig) -> LossScale:
     """Returns how the loss is scaled: only fp16 needs it."""
     if precision.dtype != "fp16":
