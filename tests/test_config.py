@@ -364,6 +364,17 @@ def test_what_works_is_not_refused(line: str, world: int) -> None:
     assert problems(line, world) == []
 
 
+def test_a_key_in_two_spellings_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "twice.toml"
+    file.write_text("[train]\nglobal_batch = 8\nglobal-batch = 16\n[checkpoint]\nasync_ = true\nasync = false\n")
+    with pytest.raises(ConfigError) as refused:
+        load(["--config", str(file)])
+    assert refused.value.problems == [
+        f"{file}: train has both global-batch and global_batch, which are one key; remove one",
+        f"{file}: checkpoint has both async and async_, which are one key; remove one",
+    ]
+
+
 @pytest.mark.parametrize(
     ("line", "warmup"),
     [

@@ -24,6 +24,7 @@ FLOORS = {
     "threed.atomic": 0,
     "threed.checks": 0,
     "threed.disk": 0,
+    "threed.launcher": 0,
     "threed.save_checks": 0,
     "threed.param_groups": 0,
     "threed.parse": 0,

@@ -244,6 +244,9 @@ def _read_toml(path: Path, draft: _Draft) -> None:
             draft.problems.append(f"{path}: {group} stands outside any group; put it under one, such as [train]")
             continue
         for key, value in keys.items():
+            alike = sorted(other for other in keys if python_name(other) == python_name(key))
+            if key != alike[0]:
+                draft.problems.append(f"{path}: {group} has both {alike[0]} and {key}, which are one key; remove one")
             draft.say(group, key, value, str(path))
 
 

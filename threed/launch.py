@@ -35,6 +35,7 @@ from threed.data import find_problems as find_data_problems
 from threed.disk import is_unwritable, why
 from threed.engine import Engine
 from threed.forecast import Forecast, checkpoint_bytes
+from threed.launcher import LauncherError, without_srun, world_size
 from threed.layers import Slicing
 from threed.memory.io import SwapError
 from threed.metrics import BadStepsError
@@ -73,7 +74,10 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
 
 
 def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) -> int:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        world = world_size()
+    except LauncherError as error:
+        return refuse(f"threed: {error}")
     local_world = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
     try:
         start = pretrained.find(argv, defaults, check=_local_rank() == 0)  # the others are ended with it
@@ -96,6 +100,8 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         problems = ["--world-size goes with --dry-run; torchrun sets the world size of a run"]
     if problems:
         return refuse(format_problems(problems))
+    if note := without_srun():
+        _say(f"threed: {note}")
     words = None if start is None else _words(argv, config, start)
     try:
         cut_later = config.parallel.partition == "measured"  # by the ranks' times: the trainer makes the forecast then
