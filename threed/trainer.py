@@ -101,7 +101,7 @@ class Trainer:
     def _run(self) -> None:
         self.memory = Memory(self.engine, self.folder, lambda text: self.monitor.note(text))
         extra = resume(self.engine, self.folder, self.retention, self.memory)
-        self.changes = compare(extra.get("manifest"), self.config, self.data).accepted()
+        self.changes = compare(extra.pop("manifest", None), self.config, self.data).accepted()
         if extra.get("saved"):
             self.saves.last_saved = self.engine.steps
         self.begun_step, self.begun_samples = self.engine.steps, self.engine.consumed
