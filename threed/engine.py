@@ -95,7 +95,7 @@ class Engine:
         self.batches = Batches(self.model, topology, config, layers, ends)
         self.layout = blueprint.layout
         flags = [f for layer in layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
-        self.faults = Faults([self.batches.empty, *flags], topology.axis("world"), topology.device)
+        self.faults = Faults([self.batches.empty, *flags], topology.device, warns=topology.rank == 0)
         module = self.wrapped and self.wrapped.module
         self.buffers = buffers.build(layers, blueprint.cut, topology, blueprint.again, module)
         self.gatherer = Gatherer(self.layout, setup.gather_axis(config, topology, self.layout.policy))
@@ -366,7 +366,7 @@ class Engine:
         """What a manifest says of this moment, which is after the last update. Collective. DataError: see `save`."""
         self._take_in()
         if self._numbers is not None:
-            self.faults.raise_before_save(self.steps, self._numbers().found)
+            self.faults.raise_before_save(self.steps, self._numbers().found, self.topology.axis("world"))
         learnt = collectives.exchange(self.reducer.learnt(), self.topology.axis("pp"))
         uses = {name: count for stage in learnt for name, count in stage.items()}
         state = {"steps": self.steps, "consumed": self.consumed, "extra": dict(extra or {}), "uses": uses}

@@ -29,12 +29,12 @@ class Faults:
 
     Args:
         flags: of all layers, on every rank the same.
-        everyone: the axis of all ranks.
         device: where the layers run.
+        warns: whether this rank warns of flags that are no errors.
     """
 
-    def __init__(self, flags: Sequence[Flag], everyone: Axis, device: torch.device) -> None:
-        self.flags, self.everyone = tuple(flags), everyone
+    def __init__(self, flags: Sequence[Flag], device: torch.device, warns: bool) -> None:
+        self.flags, self.warns = tuple(flags), warns
         self._count = torch.zeros(len(flags), dtype=torch.float64, device=device)
         self._told = [0.0] * len(flags)
         self._raised: dict[int, str] = {}  # by step, for a second property of its metrics
@@ -70,10 +70,10 @@ class Faults:
         if step in self._raised:
             raise DataError(self._raised[step])
 
-    def raise_before_save(self, step: int, counts: Tensor) -> None:
+    def raise_before_save(self, step: int, counts: Tensor, everyone: Axis) -> None:
         """Raises DataError on every rank if there are errors up to this step that some rank has not raised yet: a rank
-        may have read no metrics. Collective."""
-        everywhere = collectives.exchange(self._new(counts), self.everyone)
+        may have read no metrics. Collective over `everyone`."""
+        everywhere = collectives.exchange(self._new(counts), everyone)
         if what := dict.fromkeys(check for rank in everywhere for check in rank):
             raise DataError(
                 f"nothing is saved; up to step {step}, since metrics were last read: {', '.join(what)}. Those steps"
@@ -86,7 +86,7 @@ class Faults:
         new = [flag for flag, n, told in zip(self.flags, now, self._told, strict=True) if n > told]
         self._told = [max(both) for both in zip(now, self._told, strict=True)]
         for flag in new:
-            if not flag.error and self.everyone.index == 0:
+            if self.warns and not flag.error:
                 warnings.warn(f"a step was skipped: {flag.what}", stacklevel=5)
         return [flag.what for flag in new if flag.error]
 
