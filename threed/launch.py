@@ -342,7 +342,8 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
 def _device_problems(config: Config) -> list[str]:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     count = device.count()
-    if 0 < count < local_world:
+    own = count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ  # srun may show each task its own GPU alone
+    if 0 < count < local_world and not own:
         fix = f"start {count}, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU"
         return [f"{local_world} ranks on a machine with {count} GPU{'s' if count > 1 else ''}: {fix}"]
     return []
