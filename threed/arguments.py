@@ -166,9 +166,9 @@ def _read(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: P
 
 def _fit_warmup(draft: _Draft, suggested: set[str]) -> None:
     """Drops a warm-up from one of these sources in a run of fewer steps: the default, which adapts, takes its place."""
-    steps, warmup = (draft.values.get(place) for place in (("train", "steps"), ("optim", "warmup")))
-    from_them = draft.sources.get(("optim", "warmup")) in suggested and isinstance(warmup, int)
-    if from_them and str(steps).isdecimal() and warmup >= int(str(steps)):
+    steps, warmup = (str(draft.values.get(place)) for place in (("train", "steps"), ("optim", "warmup")))
+    from_them = draft.sources.get(("optim", "warmup")) in suggested
+    if from_them and steps.isdecimal() and warmup.isdecimal() and int(warmup) >= int(steps):
         draft.say("optim", "warmup", "none")
 
 

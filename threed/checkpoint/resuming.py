@@ -184,9 +184,9 @@ def _changes(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, st
     which saved it did not have is left out."""
     wanted = config.model_dump(mode="json")
     for group, kind in GROUPS.items():
-        there = saved.get(group, {})
-        names = [n for n in kind.model_fields if n in there and there[n] != wanted[group][n]]
-        for name in names:
+        found = saved.get(group)
+        there: Mapping[str, Any] = found if isinstance(found, dict) else {}
+        for name in [n for n in kind.model_fields if n in there and there[n] != wanted[group][n]]:
             now = written(name, getattr(getattr(config, group), name))
             yield f"{group}.{key_name(name)}", _as_written(group, name, there), now
 
