@@ -301,6 +301,33 @@ def test_what_is_refused_names_what_to_do(tmp_path: Path) -> None:
     assert "resume with its tokenizer; or write the weights to a folder with `threed convert`" in said["tokenizer"]
 
 
+def moved(folder: str) -> list[list[str]]:
+    """What a comparison refuses where the tokenizer's files are elsewhere, have another companion, or are others."""
+    place = Path(folder)
+    open_text(place)
+    here, there = place / "here", place / "there"
+    for copy in (here, there):
+        copy.mkdir()
+        tokenizer(copy)
+    data, elsewhere = (
+        open_data(str(place / "text.txt"), str(f), 0.1, SEQ, 1, cache=place / "c") for f in (here, there)
+    )
+    run(place, data, **merged(BASE, {"data": {"tokenizer": str(here)}}))
+    manifest = read_manifest(place / "run" / "checkpoints" / "step-6")
+    config = configuration(place, data, 1, **merged(BASE, {"data": {"tokenizer": str(there)}}))
+    (there / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    companion = open_data(str(place / "text.txt"), str(there), 0.1, SEQ, 1, cache=place / "c")
+    found = [compare(manifest, config, one) for one in (data, elsewhere, companion, open_text(place))]
+    assert not any(one.applied for one in found)
+    return [one.refused for one in found]
+
+
+def test_files_of_a_tokenizer_may_move(tmp_path: Path) -> None:
+    [[same, elsewhere, companion, other]] = run_ranks(1, moved, str(tmp_path))
+    assert same == elsewhere == companion == []
+    assert "gives other ids" in other[0]
+
+
 def test_a_command_line_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"line {n} has the square {n * n}\n" for n in range(500)))
     words = "--model.layers 1 --model.hidden 16 --model.heads 2 --model.seq 16 --data.path text.txt --log.wandb off"

@@ -171,12 +171,14 @@ def _is_of_a_run(manifest: Manifest) -> bool:
 
 
 def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
-    """Whether the run's tokenizer gives other ids than the checkpoint's, as far as that is recorded."""
-    tokenizer, name = data.tokenizer, "tokenizer.json"
+    """Whether the run's tokenizer gives other ids than the checkpoint's, as far as that is recorded. Of the same files
+    it does not: what keys make of them has rows of their own."""
+    files, now = extra.get("tokenizer"), data.tokenizer.files
+    if not isinstance(files, dict) or files == now:
+        return False
     if "fingerprint" in extra:
-        return bool(extra["fingerprint"] != tokenizer.fingerprint)
-    files = extra.get("tokenizer")
-    return isinstance(files, dict) and files.get(name) != tokenizer.files.get(name)
+        return bool(extra["fingerprint"] != data.tokenizer.fingerprint)
+    return files.get("tokenizer.json") != now.get("tokenizer.json")
 
 
 def _changes(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, str]]:
