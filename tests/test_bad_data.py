@@ -95,7 +95,7 @@ def look_at_all(cases: Sequence[Case], folder: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:a step was skipped")
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", COVERING)
 def test_invalid_ids_and_batches_without_labels_change_nothing(world: int, tmp_path: Path) -> None:
     """Stages of ZeRO, offload, updates in the backward, delayed and optimistic ones, pipelines (2bw too), formats."""
     cases = [*COVERING[world], Case(layers=2, dtype="fp16")] if world == 1 else COVERING[world]
