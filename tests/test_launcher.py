@@ -59,6 +59,9 @@ CASES: dict[str, tuple[Variables, tuple[object, ...]]] = {
     "mpirun, two machines": (
         {**openmpi(3, local=1, here=2), "MASTER_ADDR": "10.0.0.1"}, (3, 4, 1, 2, "10.0.0.1"),
     ),
+    "PMI, local ranks given": (
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (1, 2, 1, 2, "127.0.0.1"),
+    ),
     "mpiexec": (hydra(2, local=2), (2, 4, 2, 4, "127.0.0.1")),
     "mpiexec in a Slurm job": (
         {**hydra(2, local=2), **slurm(0, local=0, size=2, tasks="1,1")}, (2, 4, 2, 4, "127.0.0.1"),

@@ -93,18 +93,19 @@ def _find(environment: Variables) -> tuple[Launcher | None, dict[str, int]]:
     mpirun in a Slurm job starts its daemons with srun, whose variables are those of the daemons: so MPI comes first. A
     Slurm step with PMI has PMI_RANK and PMI_SIZE, but no local numbers of MPI.
     """
-    found = [(launcher, dict(_numbers(environment, launcher.variables))) for launcher in MPI]
-    found.insert(1, (SLURM, _slurm_numbers(environment)))
-    found = [(launcher, numbers) for launcher, numbers in found if "WORLD_SIZE" in numbers]
-    complete = [both for both in found if len(both[1]) == len(NAMES)]
-    mpi = [both for both in complete if both[0] is not SLURM]
-    return next(iter([*mpi, *complete, *found]), (None, {}))
+    mpi = [(launcher, dict(_numbers(environment, launcher.variables))) for launcher in MPI]
+    mpi = [(launcher, numbers) for launcher, numbers in mpi if "WORLD_SIZE" in numbers]
+    if complete := [both for both in mpi if len(both[1]) == len(NAMES)]:
+        return complete[0]
+    slurm = _slurm_numbers(environment)
+    return (SLURM, slurm) if slurm else next(iter(mpi), (None, {}))
 
 
 def _numbers(environment: Variables, variables: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    """Yields the numbers by these variables; local ones may be given by torchrun's names."""
     for name, variable in zip(NAMES, variables, strict=True):
-        if variable in environment:
-            yield name, _whole(environment, variable)
+        if found := next((one for one in (variable, name) if one in environment), ""):
+            yield name, _whole(environment, found)
 
 
 def _whole(environment: Variables, variable: str) -> int:
