@@ -55,7 +55,7 @@ class Faults:
                 flag.swap(found)
 
     def appended_to(self, loss: Tensor) -> Tensor:
-        """Takes the flags; returns loss [1] and flags [1 + number of flags], to be summed over all ranks together."""
+        """Takes the flags; returns the loss [1] followed by them, fp64, to be summed over all ranks in one message."""
         return torch.cat((loss, *(flag.take(loss.device).view(1) for flag in self.flags)))
 
     def add(self, found: Tensor) -> Tensor:
