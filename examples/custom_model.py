@@ -10,7 +10,6 @@ The blocks run attention and MLP side by side behind one norm (as PaLM, arXiv 22
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from threed import collectives, layers
 from threed.arguments import format_problems, load_checked
 from threed.config import Config, ConfigError, ModelConfig
 from threed.data import Data, open_data
+from threed.launcher import world_size
 from threed.resolution import resolve
 
 # What this program's keys are unless the command line says otherwise.
@@ -65,7 +65,7 @@ class ParallelModel:
 
 def configure() -> tuple[Config, Data]:
     """What the command line says, all of it checked, and the data."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = world_size()
     try:
         config, _ = load_checked(sys.argv[1:], defaults=DEFAULTS, presets=Path(), world_size=world)
     except ConfigError as error:

@@ -10,7 +10,6 @@ Losses are the same whatever the stage and the number of ranks. Nothing is downl
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from threed import collectives
 from threed.arguments import format_problems, load_checked
 from threed.config import ConfigError, ModelConfig
 from threed.data import open_data
+from threed.launcher import world_size
 from threed.memory.io import SwapError
 from threed.resolution import resolve
 
@@ -44,7 +44,7 @@ def build_model(c: ModelConfig) -> GPT2LMHeadModel:
 
 
 def main() -> None:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = world_size()
     config, _ = load_checked(sys.argv[1:], defaults=DEFAULTS, presets=Path(), world_size=world)
     if config.parallel.pp * config.parallel.tp > 1:
         raise ConfigError(["a wrapped module is not cut: use --parallel.pp 1 and --parallel.tp 1"])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from tests.test_floors import ROOT
 from threed.arguments import GROUPS, takes, written
+from threed.checkpoint.resuming import CONTENTS, RULES
 from threed.checks import REFUSALS
 from threed.config import Config, key_name
 
@@ -23,6 +24,18 @@ The preset or the file is read first, then the flags; of a repeated flag the las
 underscore: `config.train.global_batch`.
 
 *Not yet* names values that are known, and refused by this version.
+"""
+RESUMES = """## When a run resumes
+
+A resume compares every key with the checkpoint's. A difference is
+
+- **free**: it takes effect, and nothing is reported;
+- **applied**: it takes effect, and a line such as `changed    train.global-batch was 16 and is 32: …` reports it.
+  Where the learning rate of the next step is another, a line gives both numbers;
+- **refused**: nothing is started (exit code 2); the message names what to do instead.
+
+This is for a run that goes on from a native checkpoint. A run that begins from weights alone (a Hugging Face folder, or
+what `threed convert` made of another framework's checkpoint) compares the model and the optimizer only.
 """
 
 
@@ -47,12 +60,23 @@ def _plain(values: tuple[object, ...]) -> str:
     return "`, `".join(written("", value) for value in values if value is not None)
 
 
+def resuming() -> Iterator[str]:
+    """The lines of the section on resumes."""
+    yield RESUMES
+    yield "| difference | on a resume | why, or what to do |\n|---|---|---|"
+    for rule in RULES:
+        yield f"| {', '.join(f'`--{key}`' for key in rule.keys)} | {rule.change} | {rule.note} |"
+    for what, change, note in CONTENTS:
+        yield f"| {what} | {change} | {note} |"
+
+
 def page() -> str:
     """The page as Markdown."""
     parts = [HEAD]
     for group, model in GROUPS.items():
         parts += [f"## {group}", "", str(model.__doc__), "", "| key | value | default | meaning |", "|---|---|---|---|"]
         parts += [*rows(group), ""]
+    parts += [*resuming(), ""]
     return "\n".join(parts)
 
 

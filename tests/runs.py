@@ -27,7 +27,7 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-def configuration(folder: Path, data: Data, world: int, **groups: dict[str, Any]) -> Config:
+def configuration(folder: Path, data: Data, /, world: int, **groups: dict[str, Any]) -> Config:
     """TINY with other values in some groups, as the run `folder`/run."""
     said = {"run": {"dir": str(folder / "run"), "name": "run"}, **TINY}
     said = {name: {**said.get(name, {}), **groups.get(name, {})} for name in said.keys() | groups.keys()}
@@ -44,7 +44,7 @@ def open_text(folder: Path) -> Data:
     return open_data(str(text), "bytes", 0.1, SEQ, 1, cache=folder / "cache")
 
 
-def run(folder: Path, data: Data, world: int = 1, **groups: dict[str, Any]) -> str:
+def run(folder: Path, data: Data, /, world: int = 1, **groups: dict[str, Any]) -> str:
     """Trains to the end as a command line would; what this rank printed. Collective."""
     engine = engine_of(configuration(folder, data, world, **groups))
     with contextlib.redirect_stdout(io.StringIO()) as said, pytest.MonkeyPatch.context() as patch:

@@ -300,6 +300,8 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
         ("--train.global-batch 10 --train.micro-batch 4", 2, ["4 × dp 2 = 8", "use 8 or 16", "--train.micro-batch 1"]),
         ("--train.global-batch 2 --train.micro-batch 4", 1, ["use 4, or", "--train.micro-batch 2"]),
         ("--train.steps 10 --train.stop-after 11", 1, ["--train.stop-after 11", "--train.steps 11"]),
+        ("--train.steps 10 --optim.warmup 300", 1, ["--optim.warmup 300", "steps 10", "warmup 5", "steps 301"]),
+        ("--train.steps 10 --optim.warmup 10 --optim.schedule constant", 1, ["--optim.warmup 10", "steps 11"]),
         ("--optim.lr 1e-4 --optim.min-lr 1e-3", 1, ["--optim.min-lr 0.001", "at most 0.0001"]),
         ("--model.qk-norm true", 1, ["--model.arch llama"]),
         ("--model.rope-theta 1e6", 1, ["--model.rope-theta 1e+06", "--model.arch llama"]),
@@ -341,7 +343,9 @@ def test_an_impossible_combination_is_refused_with_its_fix(line: str, world: int
         ("--parallel.pp 2 --parallel.partition 3,1,1,3 --parallel.schedule zb-v", 2),
         ("--parallel.pp 2 --parallel.partition measured --parallel.memory-limit-gib 1.5", 2),
         ("--parallel.partition measured", 1),
-        ("--train.steps 3 --optim.warmup 20", 1),
+        ("--train.steps 3", 1),
+        ("--train.steps 21 --optim.warmup 20", 1),
+        ("--train.steps 1 --optim.warmup 0", 1),
         ("--model.arch llama --model.qk-norm true --model.head-dim 48 --checkpoint.export-hf true", 1),
         ("--precision.dtype fp64 --precision.reduce-dtype fp64", 1),
         ("--precision.dtype bf16 --precision.grad-dtype bf16 --precision.reduce-dtype bf16", 1),
@@ -358,6 +362,32 @@ def test_an_impossible_combination_is_refused_with_its_fix(line: str, world: int
 )
 def test_what_works_is_not_refused(line: str, world: int) -> None:
     assert problems(line, world) == []
+
+
+def test_a_key_in_two_spellings_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "twice.toml"
+    file.write_text("[train]\nglobal_batch = 8\nglobal-batch = 16\n[checkpoint]\nasync_ = true\nasync = false\n")
+    with pytest.raises(ConfigError) as refused:
+        load(["--config", str(file)])
+    assert refused.value.problems == [
+        f"{file}: train has both global-batch and global_batch, which are one key; remove one",
+        f"{file}: checkpoint has both async and async_, which are one key; remove one",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "warmup"),
+    [
+        ("", 20), ("--train.steps 40", 20), ("--train.steps 39", 19), ("--train.steps 1", 0),
+        ("--train.steps 9 --optim.warmup 8", 8), ("--train.steps 9 --optim.warmup none", 4),
+        ("--preset tiny", 15), ("--preset tiny --train.steps 16", 15), ("--preset tiny --train.steps 15", 7),
+        ("--preset tiny --train.steps 15 --optim.warmup 3", 3),
+    ],
+)  # fmt: skip
+def test_a_warm_up_that_nobody_names_fits_the_run(line: str, warmup: int) -> None:
+    """That of a preset is for the preset's steps, and gives way to the default."""
+    assert problems(line, 1) == []
+    assert resolve(read(line), 257, 1).optim.warmup == warmup
 
 
 @pytest.mark.parametrize(

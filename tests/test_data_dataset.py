@@ -76,7 +76,8 @@ def test_facts_agree_with_a_plain_count(default: Data) -> None:
     assert default.unigram_entropy == pytest.approx(entropy, rel=1e-12)
     assert 2.5 < default.unigram_entropy < default.uniform_entropy == math.log(257)
     assert default.bytes_per_token == pytest.approx(1 - counts[256] / total, rel=1e-12)
-    assert default.bits_per_byte(math.log(2)) == pytest.approx(1 / default.bytes_per_token)
+    labels = default.valid.tokens[1 : 3 * default.valid.seq + 1]
+    assert default.bytes_per_label(3) == pytest.approx(float((labels < 256).mean()), rel=1e-12)
 
 
 def test_text_splits_at_the_end(tmp_path: Path) -> None:

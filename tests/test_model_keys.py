@@ -8,7 +8,7 @@ import pytest
 
 from threed.architectures.rope_scaling import RopeScaling, read_scaling
 from threed.arguments import load, to_toml
-from threed.checkpoint.native import model_differences
+from threed.checkpoint.resuming import model_differences
 from threed.checks import find_problems
 from threed.config import Config, ConfigError
 from threed.resolution import resolve

@@ -383,6 +383,21 @@ def test_damaged_configurations_are_refused_or_read_and_nothing_else() -> None:
     assert 500 < refused < 1400
 
 
+@pytest.mark.parametrize(
+    ("kind", "key", "name"),
+    [("gpt2", "activation_function", "gelu_pytorch_tanh"), ("llama", "hidden_act", "swish"),
+     ("gemma2", "hidden_activation", "gelu_new")],
+)  # fmt: skip
+def test_other_names_of_an_activation_are_the_same_model(kind: str, key: str, name: str) -> None:
+    from transformers.activations import ACT2FN
+
+    module = theirs(kind)
+    config = module.config.to_dict()
+    x = torch.linspace(-8, 8, 4001, dtype=torch.float64)
+    torch.testing.assert_close(ACT2FN[name](x), ACT2FN[config[key]](x), rtol=1e-15, atol=1e-15)
+    assert model_of({**config, key: name}) == model_of(config)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "qwen3_moe"}, "model_type qwen3_moe is none of gpt2, llama, mistral"),
     ({"model_type": "gpt_oss"}, "model_type gpt_oss is none of"),

@@ -89,7 +89,8 @@ def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) ->
 
 
 def test_llama_trains_on_one_rank_and_its_export_loads(folder: Path) -> None:
-    flags = ["--preset", "llama-tiny", *QUICK, "--train.steps", "2", "--checkpoint.resume", "none"]
+    flags = ["--preset", "llama-tiny", *QUICK, "--train.steps", "2", "--optim.warmup", "1"]
+    flags += ["--checkpoint.resume", "none"]
     flags += ["--log.wandb", "off"]
     done = start(folder, 1, "llama.py", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -124,6 +125,7 @@ def test_everything_wrong_is_said_at_once_with_exit_code_2(folder: Path) -> None
 
 def test_a_resume_with_another_shape_is_refused_and_names_the_keys(folder: Path) -> None:
     flags = ["--preset", "tiny", *QUICK, "--train.steps", "1", "--checkpoint.export-hf", "false", "--log.wandb", "off"]
+    flags += ["--optim.warmup", "0"]
     assert again(folder, 1, "gpt.py", *flags).returncode == 0
     other = again(folder, 1, "gpt.py", *flags, "--model.hidden", "64")
     assert other.returncode != 0

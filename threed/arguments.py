@@ -35,6 +35,7 @@ GROUPS: Mapping[str, type[BaseModel]] = {
 PRESETS = Path(__file__).with_name("presets")
 _WORDS = ("preset", "config", "world-size")
 _SWITCHES = ("dry-run", "help")
+PROGRAM = "the program's defaults"  # a source of values
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def _read(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: P
     draft = _Draft()
     for group, keys in defaults.items():
         for key, value in keys.items():
-            draft.say(group, key, value, "the program's defaults")
+            draft.say(group, key, value, PROGRAM)
     if "--help" in argv or "-h" in argv:
         return _judge(draft), Options(help=True), draft
     settings, words = _split_tokens(argv, draft)
@@ -158,8 +159,17 @@ def _read(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: P
         draft.values.pop(("run", "dir"), None)  # a resolved file's folder is that of its own name
     if source is not None:
         draft.values.setdefault(("run", "name"), source.stem)
+    _fit_warmup(draft, {PROGRAM, *([str(source)] if "preset" in words else [])})
     options = Options("dry-run" in words, _world_size(words, draft.problems), False, source)
     return _judge(draft), options, draft
+
+
+def _fit_warmup(draft: _Draft, suggested: set[str]) -> None:
+    """Drops a warm-up from one of these sources in a run of fewer steps: the default, which adapts, takes its place."""
+    steps, warmup = (str(draft.values.get(place)) for place in (("train", "steps"), ("optim", "warmup")))
+    from_them = draft.sources.get(("optim", "warmup")) in suggested
+    if from_them and steps.isdecimal() and warmup.isdecimal() and int(warmup) >= int(steps):
+        draft.say("optim", "warmup", "none")
 
 
 def _split_tokens(argv: list[str], draft: _Draft) -> tuple[list[tuple[str, str]], dict[str, str]]:
@@ -234,6 +244,9 @@ def _read_toml(path: Path, draft: _Draft) -> None:
             draft.problems.append(f"{path}: {group} stands outside any group; put it under one, such as [train]")
             continue
         for key, value in keys.items():
+            alike = sorted(other for other in keys if python_name(other) == python_name(key))
+            if key != alike[0]:
+                draft.problems.append(f"{path}: {group} has both {alike[0]} and {key}, which are one key; remove one")
             draft.say(group, key, value, str(path))
 
 

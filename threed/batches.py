@@ -8,15 +8,16 @@ loss is multiplied by the loss scale / the global number of items.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from threed import collectives
 from threed.config import Config
 from threed.device import start_copy_in
-from threed.layers import MicroBatch
+from threed.layers import Embedding, LanguageModelHead, MicroBatch
+from threed.layers.slicing import Flag
 from threed.models import Model, Wrapped
 from threed.models.counting import count_items, with_some_label
 from threed.precision import dtype
@@ -26,14 +27,20 @@ Batch = Mapping[str, Tensor]
 
 
 class Batches:
-    """Cuts this data rank's share of global batches for a model. ends: whether the model ends on this rank."""
+    """Cuts this data rank's share of global batches for a model. ends: whether the model ends on this rank. layers: all
+    layers of the model; those of `threed.layers` at its ends need ids."""
 
-    def __init__(self, model: Model, topology: Topology, config: Config, ends: bool = True) -> None:
+    def __init__(
+        self, model: Model, topology: Topology, config: Config, layers: Sequence[nn.Module] = (), ends: bool = True
+    ) -> None:
         self.wrapped = model if isinstance(model, Wrapped) else None
         self.topology, self.slicing = topology, model.slicing
         self.size, self.global_batch = config.train.micro_batch, config.train.global_batch
         self.dtype = dtype(config.precision.dtype)
         self.ends = ends
+        needs = {"tokens": Embedding, "labels": LanguageModelHead}
+        self.ids = [key for key, kind in needs.items() if any(isinstance(layer, kind) for layer in layers)]
+        self.empty = Flag("no label of the global batch counts (all are below 0)", error=False)
 
     def rows(self, batch: Batch) -> int:
         """Sequences (or rows) in a batch. Raises ValueError when they make no whole micro-batches."""
@@ -49,6 +56,15 @@ class Batches:
         if rows == 0 or rows % self.size:
             raise ValueError(f"this rank's batch of {rows} sequences is not a multiple of micro-batch {self.size}")
         return rows
+
+    def _check_ids(self, batch: Batch) -> None:
+        """Raises ValueError if ids that the model needs are missing or not int64."""
+        for key in self.ids:
+            if key not in batch:
+                raise ValueError(f"the batch has no {key!r}: the model needs int64 {key!r} [b s]")
+            if (given := batch[key].dtype) != torch.int64:
+                fix = "ids are whole numbers" if given.is_floating_point else f"convert with batch[{key!r}].long()"
+                raise ValueError(f"the batch's {key!r} are {str(given).removeprefix('torch.')}, not int64: {fix}")
 
     def _agreed_rows(self, batch: Batch, training: bool) -> int:
         """Rows of the batch. Raises ValueError where data ranks pass different numbers of them: they would lose each
@@ -78,6 +94,7 @@ class Batches:
         batches before. scale: the loss scale. Collective.
         """
         rows = self._agreed_rows(batch, training)
+        self._check_ids(batch)
         if self.wrapped is not None:
             return self._of_a_module(self.wrapped, batch, rows // self.size, step, scale, training)
         if "tokens" in batch:
@@ -102,8 +119,9 @@ class Batches:
         whole = {key: self._placed(value) for key, value in batch.items()}
         parts = [{key: value.chunk(count)[i] for key, value in whole.items()} for i in range(count)]
         items = [wrapped.count(part) for part in parts]
-        total = collectives.sum_of_scalars(torch.stack(items).sum(0).view(-1), self.topology.axis("dp")).clamp(min=1)
-        weights = [(n * (scale / total)).view(n.shape) for n in items]
+        total = collectives.sum_of_scalars(torch.stack(items).sum(0).view(-1), self.topology.axis("dp"))
+        self.empty.note(total.amax() == 0)
+        weights = [(n * (scale / total.clamp(min=1))).view(n.shape) for n in items]
         parts = [with_some_label(part, n) for part, n in zip(parts, items, strict=True)]
         return [
             MicroBatch(weight=weight, step=step, training=training, inputs=part)
@@ -118,4 +136,6 @@ class Batches:
         """The loss scale / the global number of valid items; needed, and so agreed upon, where the model ends only."""
         if not self.ends:
             return None
-        return scale / collectives.sum_of_scalars(valid.view(1), self.topology.axis("dp"))[0].clamp(min=1)
+        total = collectives.sum_of_scalars(valid.view(1), self.topology.axis("dp"))[0]
+        self.empty.note(total == 0)
+        return scale / total.clamp(min=1)

@@ -377,10 +377,12 @@ def _check_replicas(config: Config, dp: int | None) -> Iterator[str]:
 
 
 def _check_run(config: Config) -> Iterator[str]:
-    train, optim = config.train, config.optim
-    if train.stop_after is not None and train.stop_after > train.steps:
-        stop, steps = train.stop_after, train.steps
+    optim, steps, stop = config.optim, config.train.steps, config.train.stop_after
+    if stop is not None and stop > steps:
         yield f"--train.stop-after {stop} is past --train.steps {steps}: use at most {steps}, or --train.steps {stop}"
+    if optim.warmup and optim.warmup >= steps:
+        fix = f"leave it out, or use --optim.warmup {steps // 2}, or --train.steps {optim.warmup + 1} or more"
+        yield f"--optim.warmup {optim.warmup} with --train.steps {steps}: the rate never decays from its peak; {fix}"
     if optim.min_lr is not None and optim.min_lr > optim.lr:
         yield f"--optim.min-lr {optim.min_lr:g} is above --optim.lr {optim.lr:g}: use at most {optim.lr:g}"
 

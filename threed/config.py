@@ -218,7 +218,7 @@ class TrainConfig(_Group):
     micro_batch: Count = Field(2, description="sequences in one forward pass of one rank")
     seed: Natural = Field(1234, description="seed of initial weights, data order and dropout")
     eval_every: Natural = Field(0, description="steps between validations; 0: only at the end")
-    eval_samples: Count = Field(64, description="validation sequences read, rounded up to whole global batches")
+    eval_samples: Count = Field(64, description="validation sequences read, each once; at most those there are")
     grad_clip: NonNegative = Field(1.0, description="largest global gradient norm; 0: no clipping")
     max_bad_steps: Natural = Field(
         10, description="steps skipped in a row, for what is not finite or a spike, that end the run; 0: none do"
@@ -239,7 +239,9 @@ class OptimConfig(_Group):
     name: Optimizer = Field("adamw", description="optimizer")
     lr: Positive = Field(1e-3, description="peak learning rate")
     min_lr: NonNegative | None = Field(None, description="learning rate at the end; none: lr / 10")
-    warmup: Natural = Field(20, description="steps from 0 to lr")
+    warmup: Natural | None = Field(
+        None, description="steps from 0 to lr, fewer than train.steps; none: 20, at most half of train.steps"
+    )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine", description="learning rate after the warmup"
     )

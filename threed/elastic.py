@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from threed import collectives
-from threed.checkpoint import native
+from threed.checkpoint import native, resuming
 from threed.checkpoint.copies import Copies
 from threed.checkpoint.files import CheckpointError, in_units
+from threed.checkpoint.hf_folder import is_hf_folder
 from threed.checkpoint.node_memory import FOLDER, RECORD, SLOTS, Machines, Place, Record, base, too_small
 from threed.checkpoint.retention import Retention, after_restart, candidates
 from threed.checkpoint.run_folder import RunFolderError
@@ -101,8 +102,8 @@ class Memory:
         if found.problem:
             raise CheckpointError(f"step {found.step} is not whole in memory: {found.problem}")
         engine = self.engine
-        others = native.model_differences(found.manifest, engine.config)
-        others += native.optimizer_differences(found.manifest, engine.config, engine.optimizer.rule.state_names)
+        others = resuming.model_differences(found.manifest, engine.config)
+        others += resuming.optimizer_differences(found.manifest, engine.config, engine.optimizer.rule.state_names)
         if others:  # as with a checkpoint: a start anew would drop it
             raise RunFolderError(f"step {found.step} of this run is in memory, and {'; '.join(others)}")
         loading = Loading(self.place, self.machines, engine.topology)
@@ -203,7 +204,7 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
     """Loads the newest state that is whole; returns what was saved with it, or nothing. Collective.
 
     Of what is returned `path` is the checkpoint, or where one of that step would be; `resumed` says it for people;
-    `problems` are of newer ones; `saved`: the step is on the disk.
+    `problems` are of newer ones; `saved`: the step is on the disk; `manifest`: that of a native checkpoint.
     """
     asked, world = engine.config.checkpoint.resume, engine.topology.axis("world")
     first = collectives.exchange(after_restart(folder, asked), world)[0]
@@ -228,13 +229,15 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
             continue
         if copy is None:
             saved = retention.trust(Path(path)) == f"step-{engine.steps}"
-            return {**extra, "path": Path(path), "problems": problems, "saved": saved}
+            manifest = None if is_hf_folder(Path(path)) else native.read_manifest(Path(path))
+            return {**extra, "path": Path(path), "problems": problems, "saved": saved, "manifest": manifest}
         newest = max((_step(path) for path in paths), default=-1)  # of those that were not refused
         checkpoint = f"the newest checkpoint is step {newest}" if newest >= 0 else "there is no checkpoint"
         machines = f"the memory of {copy.machines} machine{'s' * (copy.machines > 1)}"
         text = f"step {copy.step} from {machines}; {checkpoint}"
         path = str(folder / "checkpoints" / f"step-{copy.step}")
-        return {**extra, "path": Path(path), "problems": problems, "saved": False, "resumed": text}
+        about = {"problems": problems, "saved": False, "resumed": text, "manifest": copy.manifest}
+        return {**extra, "path": Path(path), **about}
     if problems and any(copy is None for _, copy in tried):
         none = "no checkpoint of this run can be resumed; --checkpoint.resume none starts anew and keeps them aside"
         raise CheckpointError("; ".join([*_once(refused), none]))

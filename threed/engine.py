@@ -33,7 +33,7 @@ from threed.config import Config, ConfigError
 from threed.drawing import draw
 from threed.layers import MicroBatch
 from threed.layers.linear import use_sinks
-from threed.metrics import Faults, Later, Numbers
+from threed.metrics import Faults, Later, Numbers, loss_of
 from threed.metrics import StepMetrics as StepMetrics
 from threed.models import Model, Wrapped, as_model
 from threed.pipeline import activation_checkpointing, compiling
@@ -90,11 +90,12 @@ class Engine:
         agreement.check_configuration(config, topology.axis("world"))
         self.config, blueprint = draw(self.model, topology, config, wrapped=self.wrapped is not None)
         self.blueprint = blueprint
-        self.batches = Batches(self.model, topology, config, ends=topology.axis("pp").index in blueprint.cut.ends)
-        self.layout = blueprint.layout
         layers, mine = blueprint.layers, [blueprint.layers[number] for number in blueprint.held]
-        self.flags = [f for layer in layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
-        self.faults = Faults([flag.what for flag in self.flags], topology.device)
+        ends = topology.axis("pp").index in blueprint.cut.ends
+        self.batches = Batches(self.model, topology, config, layers, ends)
+        self.layout = blueprint.layout
+        flags = [f for layer in layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
+        self.faults = Faults([self.batches.empty, *flags], topology.device, warns=topology.rank == 0)
         module = self.wrapped and self.wrapped.module
         self.buffers = buffers.build(layers, blueprint.cut, topology, blueprint.again, module)
         self.gatherer = Gatherer(self.layout, setup.gather_axis(config, topology, self.layout.policy))
@@ -156,13 +157,15 @@ class Engine:
         """One optimizer step on this data rank's share of the global batch.
 
         batch: 'tokens' and 'labels', int64 [b s], b a multiple of the micro-batch size; labels below 0 are not
-        counted; 'samples', int64 [b], global sample indices, by default in order of consumption.
+        counted; 'samples', int64 [b], global sample indices, by default in order of consumption. A step with ids beyond
+        the vocabulary, or without any label that counts, is skipped: see `DataError`.
         """
         began = time.perf_counter()
         rewind = self.extras.rewinding() if self.optimizer.pending else lambda: None
         while True:
+            self.faults.clear()
             micros = self._micro_batches(batch, training=True)
-            self.begin(len(micros))
+            self._begin(len(micros))
             try:
                 with own_backward(self.reducer):
                     if self.asynchronous is None:
@@ -180,8 +183,11 @@ class Engine:
 
     def begin(self, microbatches: int) -> None:
         """Begins an optimizer step of so many micro-batches; `step` does this by itself. Collective."""
+        self.faults.clear()
+        self._begin(microbatches)
+
+    def _begin(self, microbatches: int) -> None:
         self._forwards_ended()  # nothing is left of a step that an error broke off
-        self._clear_flags()
         self._refuse_mixed_scales()
         self.buffers.begin_step()
         if self.asynchronous is None:  # which begins when the step before has ended
@@ -228,7 +234,7 @@ class Engine:
         gradients = self.reducer.finish()
         times.append(time.perf_counter())
         self.buffers.end_step()  # refuses what must not change, while nothing is updated
-        update = self.optimizer.step(gradients, self._with_flags(loss))
+        update = self.optimizer.step(gradients, self.faults.appended_to(loss))
         times.append(time.perf_counter())
         return self._metrics(update, tokens, (self._backwards_s, times[1] - times[0], times[2] - times[1]))
 
@@ -238,7 +244,7 @@ class Engine:
         self._begun = False
         self.buffers.end_step()
         spent = self.asynchronous.seconds
-        results = self.asynchronous.results(self._with_flags(loss))
+        results = self.asynchronous.results(self.faults.appended_to(loss))
         return self._metrics(results, tokens, (self._backwards_s - sum(spent), *spent))
 
     def _metrics(self, update: Callable[[], Update], tokens: int, seconds: Sequence[float]) -> StepMetrics:
@@ -252,12 +258,8 @@ class Engine:
         return StepMetrics(self.steps, tokens, self._numbers, spent, self.faults, most)
 
     def _numbers_of(self, update: Update) -> Numbers:
-        loss, found = update.sums[0], self.faults.add(update.sums[1:])
+        loss, found = loss_of(update.sums), self.faults.add(update.sums[1:])
         return Numbers(loss, update.grad_norm, update.lr, update.loss_scale, update.skips, update.in_a_row, found)
-
-    def _with_flags(self, loss: Tensor) -> Tensor:
-        """The loss [1] and what was found wrong with the data, for one message."""
-        return torch.cat((loss, *(flag.take(loss.device).view(1) for flag in self.flags)))
 
     def _pass_ended(self, chunk: int = 0) -> None:
         self.reducer.pass_ended(chunk)
@@ -266,16 +268,16 @@ class Engine:
 
     def evaluate(self, batch: Batch) -> Tensor:
         """The mean token loss (scalar tensor, on every rank) of this data rank's share of a batch, without training; no
-        number (NaN) where the batch has ids beyond the vocabulary."""
+        number (NaN) if the batch has ids beyond the vocabulary, or no label that counts."""
         self._finish()
-        self._clear_flags()
-        with torch.inference_mode(False), nullcontext() if self.wrapped is None else self.wrapped.evaluating():
+        evaluating = nullcontext() if self.wrapped is None else self.wrapped.evaluating()
+        with torch.inference_mode(False), evaluating, self.faults.apart():
             micros = self._micro_batches(batch, training=False)
             self.buffers.agree()
             losses = self.executor.run(self.blueprint.lowered(len(micros), training=False), micros)
             self._forwards_ended()
-            sums = collectives.sum_of_scalars(self._with_flags(self._carry(losses, 1.0)), self.topology.axis("world"))
-            return torch.where(sums[1:].any(), torch.nan, sums[0])
+            mine = self.faults.appended_to(self._carry(losses, 1.0))
+            return loss_of(collectives.sum_of_scalars(mine, self.topology.axis("world")))
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Logits [b s v/t] of tokens [b s], cut by vocabulary, on the last stage; None on the others."""
@@ -285,10 +287,6 @@ class Engine:
             outputs = self.executor.run(self.blueprint.lowered(1, training=False), [micro])
             self._forwards_ended()
             return outputs[0].transpose(0, 1) if outputs else None
-
-    def _clear_flags(self) -> None:
-        for flag in self.flags:
-            flag.take(self.topology.device)
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
@@ -351,7 +349,8 @@ class Engine:
     # --------------------------------------------------------------------------------------------------------- state
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
-        """Writes a checkpoint folder at `path`, whole or not at all; `extra` is kept in its manifest."""
+        """Writes a checkpoint folder at `path`, whole or not at all; `extra` is kept in its manifest. DataError on all
+        ranks, before anything is written, after a step with invalid data that no metrics have raised yet."""
         self.saver.end()
         return self.saver.save(Path(path), self.counters(extra), self.extras)
 
@@ -364,8 +363,10 @@ class Engine:
         return self.saver.start(Path(path), state, self.extras, now=now, published=published)
 
     def counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What a manifest says of this moment, which is after the last update. Collective."""
+        """What a manifest says of this moment, which is after the last update. Collective. DataError: see `save`."""
         self._take_in()
+        if self._numbers is not None:
+            self.faults.raise_before_save(self.steps, self._numbers().found, self.topology.axis("world"))
         learnt = collectives.exchange(self.reducer.learnt(), self.topology.axis("pp"))
         uses = {name: count for stage in learnt for name, count in stage.items()}
         state = {"steps": self.steps, "consumed": self.consumed, "extra": dict(extra or {}), "uses": uses}

@@ -25,6 +25,7 @@ from threed.arguments import Options, format_problems, help_text, load, load_che
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, check_space
 from threed.checkpoint.hf_folder import is_hf_folder
+from threed.checkpoint.resuming import compare
 from threed.checkpoint.retention import after_restart, candidates
 from threed.checkpoint.run_folder import RunFolderError
 from threed.checks import find_problems
@@ -34,6 +35,7 @@ from threed.data import find_problems as find_data_problems
 from threed.disk import is_unwritable, why
 from threed.engine import Engine
 from threed.forecast import Forecast, checkpoint_bytes
+from threed.launcher import LauncherError, without_srun, world_size
 from threed.layers import Slicing
 from threed.memory.io import SwapError
 from threed.metrics import BadStepsError
@@ -72,7 +74,10 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
 
 
 def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) -> int:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        world = world_size()
+    except LauncherError as error:
+        return refuse(f"threed: {error}")
     local_world = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
     try:
         start = pretrained.find(argv, defaults, check=_local_rank() == 0)  # the others are ended with it
@@ -87,7 +92,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         forecast = _forecast(config, world, options.dry_run)
     except ConfigError as error:
         return refuse(format_problems(error.problems))
-    problems = _problems_here(config, forecast)
+    problems = _problems_here(config, forecast, data)
     if options.dry_run:  # of a run on another machine, perhaps: what is in the way on this one is only said
         text = [] if forecast is None else [forecast.text()]
         return _say("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
@@ -95,6 +100,8 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         problems = ["--world-size goes with --dry-run; torchrun sets the world size of a run"]
     if problems:
         return refuse(format_problems(problems))
+    if note := without_srun():
+        _say(f"threed: {note}")
     words = None if start is None else _words(argv, config, start)
     try:
         cut_later = config.parallel.partition == "measured"  # by the ranks' times: the trainer makes the forecast then
@@ -267,10 +274,10 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
         raise ConfigError([str(error)]) from None
 
 
-def _problems_here(config: Config, forecast: Forecast | None) -> list[str]:
+def _problems_here(config: Config, forecast: Forecast | None, data: Data) -> list[str]:
     """What this machine's disk, drive or devices, or a checkpoint on it, object to."""
     folder = Path(config.run.dir or "runs")
-    problems = [*_disk_problems(folder, forecast), *_resume_problems(folder, config), *_device_problems(config)]
+    problems = [*_disk_problems(folder, forecast), *_resume_problems(folder, config, data), *_device_problems(config)]
     return problems + _drive_problems(config.zero.nvme_path)
 
 
@@ -314,8 +321,8 @@ def _disk_problems(folder: Path, forecast: Forecast | None) -> list[str]:
     return []
 
 
-def _resume_problems(folder: Path, config: Config) -> list[str]:
-    """Whether what would be resumed is there and has this model's shape; damage is found when it is read."""
+def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
+    """Whether what would be resumed is there, and what of it a resume refuses; damage is found when it is read."""
     resume = after_restart(folder, config.checkpoint.resume)
     if is_hf_folder(Path(resume)):
         return []  # looked at already
@@ -325,7 +332,7 @@ def _resume_problems(folder: Path, config: Config) -> list[str]:
         return [f"{where}; {native.did_you_mean(Path(resume)) or others}"]
     for path in candidates(folder, resume):
         try:
-            return native.model_differences(native.read_manifest(path), config)
+            return compare(native.read_manifest(path), config, data).refused
         except CheckpointError as error:
             if resume != "auto":
                 return [str(error)]
@@ -335,7 +342,8 @@ def _resume_problems(folder: Path, config: Config) -> list[str]:
 def _device_problems(config: Config) -> list[str]:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     count = device.count()
-    if 0 < count < local_world:
+    own = count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ  # srun may show each task its own GPU alone
+    if 0 < count < local_world and not own:
         fix = f"start {count}, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU"
         return [f"{local_world} ranks on a machine with {count} GPU{'s' if count > 1 else ''}: {fix}"]
     return []

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from threed import collectives
+from threed.layers.slicing import Flag
+from threed.topology import Axis
+
 
 class DataError(ValueError):
-    """A batch that a step could not be made of: raised when the metrics of that step, or of a later one, are read."""
+    """A batch with invalid data, such as token ids beyond the vocabulary. Its step was skipped. Raised when the metrics
+    of that step, or of a later one, are read, or when the state is saved."""
 
 
 class BadStepsError(RuntimeError):
@@ -18,31 +25,75 @@ class BadStepsError(RuntimeError):
 
 
 class Faults:
-    """What was found wrong with the data of steps, on the device, until somebody reads a step's metrics.
+    """Errors in the data of steps. They stay on the device until a step's metrics are read or the state is saved.
 
-    checks: what each number of `count` stands for.
+    Args:
+        flags: of all layers, on every rank the same.
+        device: where the layers run.
+        warns: whether this rank warns of flags that are no errors.
     """
 
-    def __init__(self, checks: Sequence[str], device: torch.device) -> None:
-        self.checks = tuple(checks)
-        self._count = torch.zeros(len(checks), dtype=torch.float64, device=device)
-        self._told = [0.0] * len(checks)
-        self._raised: dict[int, str] = {}  # by step, for whoever reads a second number of its metrics
+    def __init__(self, flags: Sequence[Flag], device: torch.device, warns: bool) -> None:
+        self.flags, self.warns = tuple(flags), warns
+        self._count = torch.zeros(len(flags), dtype=torch.float64, device=device)
+        self._told = [0.0] * len(flags)
+        self._raised: dict[int, str] = {}  # by step, for a second property of its metrics
+
+    def clear(self) -> None:
+        """Drops what the flags recorded."""
+        for flag in self.flags:
+            flag.swap(None)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Clears the flags for the block, and restores the records of an open step after it."""
+        kept = [flag.swap(None) for flag in self.flags]
+        try:
+            yield
+        finally:
+            for flag, found in zip(self.flags, kept, strict=True):
+                flag.swap(found)
+
+    def appended_to(self, loss: Tensor) -> Tensor:
+        """Takes the flags; returns the loss [1] followed by them, fp64, to be summed over all ranks in one message."""
+        return torch.cat((loss, *(flag.take(loss.device).view(1) for flag in self.flags)))
 
     def add(self, found: Tensor) -> Tensor:
-        """Counts what a step found [number of checks]; gives the counts so far."""
+        """Counts the flags of a step, summed over all ranks [number of flags]; returns the counts so far."""
         self._count += found
         return self._count.clone()
 
-    def tell(self, step: int, counts: Tensor) -> None:
-        """Raises DataError where something was found up to this step that nobody was told of before."""
-        now = counts.tolist()
-        what = [check for check, n, told in zip(self.checks, now, self._told, strict=True) if n > told]
-        self._told = [max(both) for both in zip(now, self._told, strict=True)]
-        if what:
+    def raise_new(self, step: int, counts: Tensor) -> None:
+        """Raises DataError for errors up to this step that were not raised before; warns of other flags."""
+        if what := self._new(counts):
             self._raised[step] = f"up to step {step}, since metrics were last read: {', '.join(what)}"
         if step in self._raised:
             raise DataError(self._raised[step])
+
+    def raise_before_save(self, step: int, counts: Tensor, everyone: Axis) -> None:
+        """Raises DataError on every rank if there are errors up to this step that some rank has not raised yet: a rank
+        may have read no metrics. Collective over `everyone`."""
+        everywhere = collectives.exchange(self._new(counts), everyone)
+        if what := dict.fromkeys(check for rank in everywhere for check in rank):
+            raise DataError(
+                f"nothing is saved; up to step {step}, since metrics were last read: {', '.join(what)}. Those steps"
+                " were skipped: weights and moments are unchanged by them, and the next call saves them"
+            )
+
+    def _new(self, counts: Tensor) -> list[str]:
+        """Returns the errors that these counts show for the first time; warns of other flags."""
+        now = counts.tolist()
+        new = [flag for flag, n, told in zip(self.flags, now, self._told, strict=True) if n > told]
+        self._told = [max(both) for both in zip(now, self._told, strict=True)]
+        for flag in new:
+            if self.warns and not flag.error:
+                warnings.warn(f"a step was skipped: {flag.what}", stacklevel=5)
+        return [flag.what for flag in new if flag.error]
+
+
+def loss_of(sums: Tensor) -> Tensor:
+    """Returns the loss of sums over all ranks [1 + number of flags]: NaN if a flag is set, for it is of other data."""
+    return torch.where(sums[1:].any(), torch.nan, sums[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +142,7 @@ class StepMetrics:
 
     def _checked(self, value: Tensor) -> float:
         numbers = self._numbers()
-        self._faults.tell(self.step, numbers.found)
+        self._faults.raise_new(self.step, numbers.found)
         if 0 < self.max_bad_steps <= self.bad_steps:
             what = f"loss {float(numbers.loss):g}, gradient norm {float(numbers.grad_norm):g}"
             raise BadStepsError(

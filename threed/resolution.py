@@ -35,6 +35,11 @@ def count_microbatches(config: Config, dp: int) -> int:
     return max(1, config.train.global_batch // (config.train.micro_batch * dp))
 
 
+def default_warmup(steps: int) -> int:
+    """Returns the warm-up of a run of so many steps that names none."""
+    return min(20, steps // 2)
+
+
 def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config:
     """Fill in every derived value; `vocab` is the tokenizer's, and dp stays open without a world size.
 
@@ -47,7 +52,7 @@ def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config
         "parallel": _resolve_parallel(config, world_size),
         "precision": _resolve_precision(config.precision),
         "model": _resolve_model(config.model, vocab),
-        "optim": {"min_lr": config.optim.lr / 10},
+        "optim": {"min_lr": config.optim.lr / 10, "warmup": default_warmup(config.train.steps)},
         "run": _resolve_run(config),
         "checkpoint": {"memory_every": int(config.run.replicate == "neighbour")},
     }

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from threed import device as gpu
+from threed.launcher import adopt
 from threed.planner.grid import AXES, Grid, parse
 
 
@@ -70,7 +71,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def start(device: torch.device | None = None, timeout: timedelta = TIMEOUT) -> None:
-    """Makes the default process group from torchrun's environment, unless there is one or this process is alone."""
+    """Makes the default process group from torchrun's variables, unless there is one or this process is alone."""
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
@@ -134,14 +135,17 @@ class Topology:
     """The grid of ranks and this rank's axes through it.
 
     pp, dp, cp, tp: sizes; dp defaults to what is left of the world. timeout: of every group; an operation that takes
-    longer fails. Raises ValueError when the sizes do not make up
-    the world, naming each factor. Collective: every rank of the world makes the same topologies in the same order.
+    longer fails. Ranks are torchrun's, or those of srun or mpirun (`threed.launcher`). Raises ValueError when the sizes
+    do not make up the world, naming each factor. Collective: every rank of the world makes the same topologies in the
+    same order.
     """
 
     def __init__(
         self, pp: int = 1, tp: int = 1, cp: int = 1, dp: int | None = None, device: torch.device | None = None,
         timeout: timedelta = TIMEOUT,
     ) -> None:  # fmt: skip
+        if not dist.is_initialized():
+            adopt()
         self.device, self.timeout = device or default_device(), timeout
         gpu.use(self.device)
         start(self.device, timeout)

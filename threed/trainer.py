@@ -24,6 +24,7 @@ from threed.batches import Batch
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf import export_hf
 from threed.checkpoint.hf_folder import is_hf_folder
+from threed.checkpoint.resuming import compare
 from threed.checkpoint.retention import Retention, candidates, job_name
 from threed.checkpoint.run_folder import owned, probe
 from threed.clocks import on_one_clock
@@ -40,6 +41,8 @@ from threed.preemption import Preempted, Stop
 from threed.saves import Saves
 from threed.schedules import Action, span_and_bubble
 from threed.supervision import Supervision
+from threed.validation import Validation
+from threed.zero.setup import describe_rate
 
 GIB = 2**30
 BEFORE_EXIT_S = 5.0  # for copies in memory that are written when another rank has failed
@@ -64,6 +67,7 @@ class Trainer:
         self.interrupted = interrupted
         self.engine, self.data, self.command = engine, data, command
         self.config, self.topology = engine.config, engine.topology
+        self.validation = Validation(engine, data)
         self.world = self.topology.axis("world")
         self.main = self.topology.rank == 0
         self.folder = Path(self.config.run.dir or "runs")
@@ -97,9 +101,11 @@ class Trainer:
     def _run(self) -> None:
         self.memory = Memory(self.engine, self.folder, lambda text: self.monitor.note(text))
         extra = resume(self.engine, self.folder, self.retention, self.memory)
+        self.changes = compare(extra.pop("manifest", None), self.config, self.data).accepted()
         if extra.get("saved"):
             self.saves.last_saved = self.engine.steps
         self.begun_step, self.begun_samples = self.engine.steps, self.engine.consumed
+        self.begun_tokens = extra.get("tokens", self.begun_samples * self.config.model.seq)
         train = self.config.train
         self.last = last = min(train.steps, train.stop_after or train.steps)
         steps = self.engine.steps
@@ -171,7 +177,9 @@ class Trainer:
         )  # fmt: skip
         note = self.monitor.note
         text = "" if self.forecast is None else self.forecast.text()
-        for line in (self.data.notice, f"data       {self.data.description}", text):
+        rate = f"rate       {describe_rate(self.config.optim, self.config.train.steps)}"
+        few = self.validation.notice and f"validation {self.validation.notice}"
+        for line in (self.data.notice, f"data       {self.data.description}", few, rate, text):
             if line:
                 note(line)
         for problem in self.extra.get("problems", ()):
@@ -183,11 +191,8 @@ class Trainer:
             note(f"{'begun from' if begun else 'resumed   '} {self.extra['path']}{', with moments of zero' * begun}")
         if aside:
             note(f"set aside  {aside}: this run starts at step {self.engine.steps}")
-        if self.extra.get("data_sha256", self.data.sha256) != self.data.sha256:
-            note("the data differ from those the checkpoint was trained on: losses may jump")
-        seed = self.config.train.seed
-        if (before := self.extra.get("seed", seed)) != seed:
-            note(f"train.seed was {before} and is {seed}: samples and dropout masks are others from here on")
+        for line in self.changes:
+            note(f"changed    {line}")
         if self.engine.steps >= self.config.train.steps:
             note(
                 f"all {self.config.train.steps} steps are done; --train.steps trains on, --checkpoint.resume none anew"
@@ -257,7 +262,7 @@ class Trainer:
             "train/loss": loss,
             "train/lr": metrics.lr,
             "train/grad_norm": metrics.grad_norm,
-            "train/tokens": self.engine.consumed * self.config.model.seq,
+            "train/tokens": self._tokens(),
             "train/skipped_steps": metrics.skipped,
             "train/loss_scale": metrics.loss_scale,
             **self.meter.take(),
@@ -273,6 +278,10 @@ class Trainer:
             row["pp/bubble_ideal"] = self.forecast.bubble
         return row
 
+    def _tokens(self) -> int:
+        """Tokens of all steps so far: sequences may have been of another length before a resume."""
+        return int(self.begun_tokens + (self.engine.consumed - self.begun_samples) * self.config.model.seq)
+
     def _all_spans(self) -> list[Any]:
         """What ran when on every stage of this rank's column, in seconds of this rank's clock."""
         mine = [(str(action), begin, end) for action, begin, end in self.engine.record(on=False)]
@@ -285,22 +294,15 @@ class Trainer:
             return {}
         self.heartbeat.beat(step, "evaluate")
         loss = self.evaluate()
-        return {} if loss is None else {"val/loss": loss, "val/bits_per_byte": self.data.bits_per_byte(loss)}
+        return {} if loss is None else {"val/loss": loss, "val/bits_per_byte": self.validation.bits_per_byte(loss)}
 
     def evaluate(self) -> float | None:
-        """The mean token loss on the validation samples, a whole number of global batches; None if the run is to stop
-        meanwhile."""
-        train, axis = self.config.train, self.topology.axis("dp")
-        share = train.global_batch // axis.size
-        count = -(-train.eval_samples // train.global_batch)
-        firsts = [k * train.global_batch + axis.index * share for k in range(count)]
-        losses = []
-        for first in firsts:
-            losses.append(self.engine.evaluate(self.data.valid.batch(first, share)))
-            self.heartbeat.beat(self.engine.steps, "evaluate")
-            if self.stop.check():
-                return None
-        return float(torch.stack(losses).mean())
+        """The mean token loss over the validation windows; None if the run is to stop meanwhile. Collective."""
+        return self.validation.loss(self._evaluated_batch)
+
+    def _evaluated_batch(self) -> bool:
+        self.heartbeat.beat(self.engine.steps, "evaluate")
+        return self.stop.check()
 
     def _profile(self, step: int) -> None:
         """Records the configured steps with torch's profiler, a trace file a rank."""
@@ -349,9 +351,9 @@ class Trainer:
 
     def _beside(self) -> dict[str, Any]:
         """What a checkpoint keeps for the next run and for exports, beside the engine's state."""
-        files, seed = self.data.tokenizer.files, self.config.train.seed
+        tokenizer = self.data.tokenizer
         known = {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256, "job": job_name()}
-        return {**known, "tokenizer": files, "seed": seed}
+        return {**known, "tokenizer": tokenizer.files, "fingerprint": tokenizer.fingerprint, "tokens": self._tokens()}
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a step's checkpoint."""

@@ -25,6 +25,7 @@ ACCEPTED = frozenset({
 })  # fmt: skip
 LETTERS = {"sliding_attention": "s", "full_attention": "f"}
 WORDS = {letter: word for word, letter in LETTERS.items()}
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}  # other names of the same function
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
@@ -38,6 +39,10 @@ def read(record: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
     if reader.problems:
         raise ValueError(f"this {record.model_type} cannot be expressed here: {'; '.join(reader.problems)}")
     return keys
+
+
+def _activation(value: Any) -> Any:
+    return ACTIVATIONS.get(value, value) if isinstance(value, str) else value
 
 
 class _Reader:
@@ -57,7 +62,8 @@ class _Reader:
             elif self.keys.setdefault(key.ours, value) != value:
                 self.problems.append(f"{key.theirs} {value} beside {self.keys[key.ours]}")
         for name, wanted in self.record.fixed.items():
-            if (found := self._get(name, wanted)) != wanted and (found or wanted):
+            found = self._get(name, wanted)
+            if _activation(found) != _activation(wanted) and (found or wanted):
                 self.problems.append(f"{name} {found}, not {wanted}")
         if not self.record.learned_positions:
             self._rope()

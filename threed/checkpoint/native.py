@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -27,13 +26,13 @@ from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import MANIFEST as MANIFEST
 from threed.checkpoint.manifest import did_you_mean as did_you_mean
-from threed.checkpoint.manifest import missing, parts_of
+from threed.checkpoint.manifest import missing
 from threed.checkpoint.manifest import read_manifest as read_manifest
 from threed.checkpoint.manifest import verify as verify
 from threed.checkpoint.placing import Placing
 from threed.checkpoint.reading import Reader
-from threed.config import Config, ModelConfig
-from threed.resolution import resolve_model
+from threed.checkpoint.resuming import model_differences, optimizer_differences
+from threed.config import Config
 from threed.sharding import Box, Piece, slices
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
@@ -220,34 +219,6 @@ def _refuse(problems: list[str], everyone: Axis) -> None:
     found = [problem for rank in collectives.exchange(problems, everyone) for problem in rank]
     if found:
         raise CheckpointError("; ".join(dict.fromkeys(found)))
-
-
-def model_differences(manifest: Mapping[str, Any], config: Config) -> list[str]:
-    """Returns what of the model's shape differs between a checkpoint and a configuration, one line each."""
-    saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
-    with suppress(ValueError):  # what keys mean that the version which saved it did not have; of a later one, as it is
-        saved = resolve_model(ModelConfig.model_validate(saved)).model_dump(mode="json")
-    state = manifest["state"]
-    free = {"dropout"} | (set() if state["steps"] and "imported" not in state["extra"] else {"seq"})
-    return [
-        f"the checkpoint's model has {key} = {plain(saved.get(key))}, this run has {value}: resume with the same shape,"
-        " or start anew with --checkpoint.resume none"
-        for key, value in wanted.items()
-        if key not in free and saved.get(key) != value
-    ]
-
-
-def optimizer_differences(manifest: Mapping[str, Any], config: Config, parts: Sequence[str]) -> list[str]:
-    """Returns a line if the checkpoint is another optimizer's: Lion's momentum has the name of an Adam moment."""
-    saved, wanted = manifest["config"]["optim"]["name"], config.optim.name
-    kept = sorted(parts_of(manifest) - {WEIGHT, PREVIOUS})
-    if saved == wanted or not (kept or manifest["state"]["steps"]):  # weights alone, of another format
-        return []
-    there, here = (", ".join(names) or "nothing" for names in (kept, parts))
-    fix = f"resume with --optim.name {saved}, or start anew with --checkpoint.resume none"
-    return [
-        f"the checkpoint's optimizer is {saved}, which keeps {there}; this run has {wanted}, which keeps {here}: {fix}"
-    ]
 
 
 # ------------------------------------------------------------------------------------------------------- collecting

@@ -57,9 +57,9 @@ class Data:
         """The loss, in nats a token, of a model that finds all ids equally likely."""
         return math.log(self.vocab)
 
-    def bits_per_byte(self, loss: float) -> float:
-        """Turns a validation loss in nats a token into bits a byte of text."""
-        return loss / math.log(2) / self.bytes_per_token
+    def bytes_per_label(self, windows: int) -> float:
+        """Returns the mean bytes of text per label of the first validation windows."""
+        return facts.bytes_per_token(self.valid.labels(windows), self.tokenizer)
 
 
 def open_data(path: str | None, tokenizer: str, split: float, seq: int, seed: int, cache: Path | None = None) -> Data:

@@ -29,8 +29,13 @@ class Facts:
 
 def measure(tokens: Tokens, tokenizer: Tokenizer) -> Facts:
     """Measures the first `MEASURED_TOKENS` tokens (at least one) of a validation split."""
+    return Facts(entropy(np.bincount(tokens[:MEASURED_TOKENS])), bytes_per_token(tokens, tokenizer))
+
+
+def bytes_per_token(tokens: Tokens, tokenizer: Tokenizer) -> float:
+    """Returns the mean bytes of text per token, of the first `MEASURED_TOKENS` tokens (at least one)."""
     part = tokens[:MEASURED_TOKENS]
-    return Facts(entropy(np.bincount(part)), tokenizer.count_bytes(part) / len(part))
+    return tokenizer.count_bytes(part) / len(part)
 
 
 def entropy(counts: Tokens) -> float:

@@ -49,6 +49,11 @@ class Samples:
         """Returns the number of windows, i.e. of samples an epoch."""
         return self._windows
 
+    def labels(self, windows: int) -> Tokens:
+        """Returns the labels of the first windows, one after the other. Without `shuffle` these are the first
+        samples."""
+        return self.tokens[1 : windows * self.seq + 1]
+
     def order(self, index: int) -> int:
         """Returns the window that sample `index` (>= 0) of the run reads."""
         return int(self._windows_of(np.asarray([index], dtype=np.uint64))[0])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from threed import collectives
+from threed import collectives, metrics
 from threed.atomic import building
 from threed.deepspeed.data import repeat, to_device
 from threed.deepspeed.views import OptimizerView
@@ -136,14 +136,15 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
-        """Returns the mean loss over the micro-batches of a step and over ranks, without training. Collective."""
+        """Returns the mean loss over the micro-batches of a step and over ranks, without training; NaN if there are ids
+        beyond the vocabulary. Collective."""
         n, wrapped = self.translation.accumulation, self.engine.wrapped
         assert wrapped is not None
         self.engine.buffers.agree()
-        with wrapped.evaluating():
+        with wrapped.evaluating(), self.engine.faults.apart():
             losses = [loss_of(self._run(next(data_iter))).double().reshape(1) for _ in range(n)]
-        mean = torch.cat(losses).sum().view(1) / (n * self.topology.dp)
-        return collectives.sum_of_scalars(mean, self.topology.axis("world"))[0]
+            mine = self.engine.faults.appended_to(torch.cat(losses).sum().view(1) / (n * self.topology.dp))
+        return metrics.loss_of(collectives.sum_of_scalars(mine, self.topology.axis("world")))
 
     def _run(self, batch: Any) -> Any:
         batch = to_device(batch, self.device)

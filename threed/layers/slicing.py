@@ -136,13 +136,14 @@ class MicroBatch:
 
 
 class Flag:
-    """An error in the data, detected on the device and reported when the step's metrics are read.
+    """An error in the data, detected on the device. The step is skipped, and reading its metrics raises DataError.
 
-    A layer keeps its flags in a tuple `data_flags`.
+    A layer keeps its flags in a tuple `data_flags`. error: if false, the step is skipped and a warning takes the place
+    of the exception.
     """
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, error: bool = True) -> None:
+        self.what, self.error = what, error
         self._found: Tensor | None = None
 
     def note(self, wrong: Tensor) -> None:
@@ -155,8 +156,13 @@ class Flag:
 
     def take(self, device: torch.device) -> Tensor:
         """Returns 1.0 if there was an error since the last call, else 0.0 (fp64 scalar)."""
-        found, self._found = self._found, None
+        found = self.swap(None)
         return torch.zeros((), dtype=torch.float64, device=device) if found is None else found.double()
+
+    def swap(self, found: Tensor | None) -> Tensor | None:
+        """Sets what was recorded since the last `take`, a bool scalar or None; returns the previous record."""
+        found, self._found = self._found, found
+        return found
 
 
 class GradSink(Protocol):

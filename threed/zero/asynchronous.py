@@ -52,7 +52,7 @@ class Asynchronous:
         self._end: Callable[[], Update]
         zero, one = torch.zeros_like(optimizer.updates), torch.ones_like(optimizer.updates)
         self._last = Update(zero, one, zero, one, zero, zero, zero[None], zero, zero)
-        self._loss = zero[None]  # of the last step's batch, this rank's part
+        self._carry = zero[None]  # of the last step's batch, this rank's part
 
     def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs a step: what the last one has left, and the micro-batches as far as they are not left to the next.
@@ -84,9 +84,9 @@ class Asynchronous:
         return losses
 
     def results(self, carry: Tensor) -> Callable[[], Update]:
-        """Begins to sum numbers of a step over all ranks, its loss first, fp64 [k]; returns what gives them, with the
-        results of the newest update."""
-        self._loss = carry[:1]
+        """Begins to sum numbers of a step over all ranks, as in `Optimizer.step`, fp64 [k]; returns what gives them,
+        with the results of the newest update."""
+        self._carry = carry
         sums = collectives.start_sum_of_scalars(carry, self.optimizer.everyone)
         last = replace(self._last, skips=self.optimizer.skips.clone())
         return lambda: replace(last, sums=sums.wait())
@@ -108,7 +108,7 @@ class Asynchronous:
         """Begins the sum of the gradients' norm."""
         with self._timed(1):
             gradients, self._gradients = self._gradients, list  # else their sums would stay in memory
-            self._end = self.optimizer.begin(gradients(), self._loss)
+            self._end = self.optimizer.begin(gradients(), self._carry)
 
     def update(self) -> None:
         """Waits for it, and updates the weights."""

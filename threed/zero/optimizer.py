@@ -93,8 +93,9 @@ class Optimizer:
     def step(self, gradients: Sequence[Gradient], carry: Tensor) -> Callable[[], Update]:
         """Updates the weights from every bucket's slice of the summed gradients; returns what gives the results.
 
-        carry: fp64 [1 + k], numbers of this rank, its loss first, summed over all ranks in the same all-reduce as the
-        norm. An optimistic update does not wait for that: whoever asks for the results does.
+        carry: fp64 [1 + k], numbers of this rank, summed over all ranks in the same all-reduce as the norm: its loss,
+        and flags of invalid data, for which the step is skipped. An optimistic update does not wait for that: whoever
+        asks for the results does.
         """
         mine = self._share(gradients, carry)
         if self.optimistic is not None:
@@ -103,10 +104,10 @@ class Optimizer:
         self.apply(gradients, update)
         return lambda: update
 
-    def begin(self, gradients: Sequence[Gradient], loss: Tensor) -> Callable[[], Update]:
-        """Begins the sum over all ranks, with this rank's loss fp64 [1]; returns what waits for it, updates and gives
-        the results."""
-        mine = self._share(gradients, loss)
+    def begin(self, gradients: Sequence[Gradient], carry: Tensor) -> Callable[[], Update]:
+        """Begins the sum over all ranks, with a carry as in `step`; returns what waits for it, updates and gives the
+        results."""
+        mine = self._share(gradients, carry)
         before, pending = self.before(), collectives.start_sum_of_scalars(mine, self.everyone)
 
         def end() -> Update:

@@ -18,6 +18,7 @@ from threed.ops.sgd import SGD
 from threed.ops.update import Rule
 from threed.planner.memory import drive_buffers, update_buffers
 from threed.precision import LossScale, dtype
+from threed.resolution import default_warmup
 from threed.schedules import Costs, Plan, is_asynchronous, time_between_steps
 from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
@@ -175,8 +176,19 @@ def is_early(config: Config) -> bool:
 
 def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:
     """Returns the function from updates done to the next one's learning rate."""
-    min_lr = optim.lr / 10 if optim.min_lr is None else optim.min_lr
-    return schedule(optim.schedule, optim.lr, min_lr, optim.warmup, steps)
+    return schedule(optim.schedule, optim.lr, *_end_and_warmup(optim, steps), steps)
+
+
+def describe_rate(optim: OptimConfig, steps: int) -> str:
+    """Returns the learning-rate schedule in words."""
+    end, warmup = _end_and_warmup(optim, steps)
+    warm = f"warm-up over {warmup} of {steps} steps to {optim.lr:g}" if warmup else f"{optim.lr:g}"
+    return f"{warm}, then {optim.schedule}" + ("" if optim.schedule == "constant" else f" to {end:g}")
+
+
+def _end_and_warmup(optim: OptimConfig, steps: int) -> tuple[float, int]:
+    end = optim.lr / 10 if optim.min_lr is None else optim.min_lr
+    return end, default_warmup(steps) if optim.warmup is None else optim.warmup
 
 
 def loss_scale(precision: PrecisionConfig) -> LossScale:

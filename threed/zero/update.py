@@ -17,8 +17,8 @@ class Update:
     loss scale of its backward, whether the step is skipped (1.0), how many were so far; and the sums over all ranks of
     its `carry` [k].
 
-    overflow: whether it is skipped because its loss or norm is not finite (1.0), and not as a spike. in_a_row: skipped
-    steps that count (`threed.zero.bad_steps`) since the last one that was not.
+    overflow: whether it is skipped because its loss or norm is not finite (1.0), and not as a spike or for its data.
+    in_a_row: skipped steps that count (`threed.zero.bad_steps`) since the last one that was not.
     """
 
     grad_norm: Tensor
@@ -47,12 +47,13 @@ class Before:
 
     def with_sums(self, sums: Tensor) -> Update:
         """Returns the results where the sums over all ranks are these: the squared norm, gradients that are not finite,
-        and the carry, whose first number is the loss, fp64 [3 + k]."""
+        and the carry: the loss, and flags of invalid data (not 0: the step is skipped), fp64 [3 + k]."""
         norm = sums[0].sqrt() / self.loss_scale
         finite = (sums[1] == 0) & torch.isfinite(norm) & torch.isfinite(sums[2])
+        invalid = (sums[3:] != 0).any()
         spike = torch.zeros_like(finite) if self.limit is None else finite & (norm > self.limit)
-        skip, overflow = (~finite | spike).double(), (~finite).double()
-        counts = spike | (~finite & (self.loss_scale <= self.counts_from))
+        skip, overflow = (~finite | spike | invalid).double(), (~finite & ~invalid).double()
+        counts = spike | invalid | (~finite & (self.loss_scale <= self.counts_from))
         row = torch.where(skip == 0, 0.0, self.in_a_row + counts)
         clip = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0) if self.grad_clip else torch.ones_like(norm)
         return Update(norm, clip, self.lr, self.loss_scale, skip, self.skips + skip, sums[2:], overflow, row)

@@ -1,0 +1,243 @@
+"""What a resume does with every key that differs from the checkpoint's: the table, and the comparison.
+
+    found = compare(manifest, config, data)
+    found.refused          problems, each with what to do instead
+    found.applied          lines for the user: what was, what is, and the effect
+
+docs/reference.md has the table, made from `RULES` by `python -m tests.keys`. A checkpoint of no steps, or of weights
+that another framework trained, has the keys of no run: of these the model and the optimizer are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from threed import architectures
+from threed.arguments import GROUPS, written
+from threed.checkpoint.files import CheckpointError, plain
+from threed.checkpoint.manifest import parts_of
+from threed.config import Config, ModelConfig, OptimConfig, key_name, python_name
+from threed.data import Data
+from threed.resolution import resolve_model
+from threed.zero.records import PREVIOUS, WEIGHT
+from threed.zero.setup import learning_rate
+from threed.zero.setup import rule as optimizer_rule
+
+Change = Literal["free", "applied", "refused"]
+Manifest = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a resume does where some keys differ from the checkpoint's.
+
+    Args:
+        group: of the keys.
+        names: the keys as users write them, separated by blanks.
+        change: free (takes effect, nothing to report), applied (takes effect and is reported) or refused.
+        note: free: why; applied: the effect, a part of the report; refused: what to do instead.
+    """
+
+    group: str
+    names: str
+    change: Change
+    note: str
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys as `group.key`."""
+        return tuple(f"{self.group}.{name}" for name in self.names.split())
+
+
+SHAPE = "resume with the same shape, or start anew with --checkpoint.resume none"
+RULES = (
+    Rule(
+        "parallel", "tp pp cp ep dp sequence chunks partition memory-limit-gib optimistic-step", "free",
+        "a checkpoint is loaded in any topology, and each step has the same samples",
+    ),
+    Rule("parallel", "schedule", "applied", "2bw delays updates by a step; all others differ in speed and memory only"),
+    Rule(
+        "zero",
+        "stage bucket-mib shard-size offload-optimizer offload-params nvme-path prefetch resident order early-update"
+        " tile",
+        "free", "where the state is and in which order it is updated do not change the results",
+    ),
+    Rule("zero", "delayed-update", "applied", "delayed updates use weights that are one step old"),
+    Rule(
+        "recompute", "mode ops every partition offload loss-chunks arena", "free",
+        "activations computed again are the same",
+    ),
+    Rule("precision", "dtype", "applied", "results are rounded otherwise; the master weights stay"),
+    Rule("precision", "grad-dtype reduce-dtype", "applied", "gradients are rounded otherwise"),
+    Rule("precision", "loss-scale", "applied", "dynamic goes on from the checkpoint's dynamic scale, if it has one"),
+    Rule(
+        "model",
+        "arch layers hidden heads kv-heads head-dim ffn vocab tied bias mlp-bias norm-eps rope-theta rope-local-theta"
+        " rope-scaling partial-rotary-factor qk-norm window layer-pattern attention-softcap logit-softcap"
+        " query-pre-attn-scalar",
+        "refused", SHAPE,
+    ),
+    Rule("model", "seq", "applied", "the data are divided into other windows: some text is read again, some later"),
+    Rule(
+        "model", "positions", "applied",
+        "exports name it; with learned positions or rope-scaling it is a part of the model, and refused",
+    ),
+    Rule("model", "dropout", "applied", "counts from the next step on"),
+    Rule("train", "steps", "applied", "the learning-rate schedule ends there"),
+    Rule("train", "global-batch", "applied", "samples go on after the checkpoint's last one; the rate is not scaled"),
+    Rule("train", "seed", "applied", "samples and dropout masks are others from here on"),
+    Rule("train", "eval-samples", "applied", "val/loss is the mean of another number of windows"),
+    Rule("train", "grad-clip max-norm-spike", "applied", "counts from the next step on"),
+    Rule(
+        "train", "stop-after micro-batch eval-every max-bad-steps sample-tokens time-limit", "free",
+        "updates do not depend on it",
+    ),
+    Rule("optim", "name", "refused", "resume with the same optimizer, or start anew with --checkpoint.resume none"),
+    Rule("optim", "lr min-lr warmup schedule", "applied", "the learning rate follows this run's keys"),
+    Rule("optim", "betas momentum eps weight-decay groups", "applied", "counts from the next step on; moments stay"),
+    Rule("data", "path", "free", "the contents are compared instead"),
+    Rule("data", "tokenizer", "free", "the ids are compared instead"),
+    Rule("data", "split", "applied", "text that was trained on may be in the validation split now"),
+    Rule(
+        "checkpoint", "every keep keep-every async memory-every write-limit-mib resume export-hf", "free",
+        "what is saved does not depend on it",
+    ),
+    Rule("log", "every wandb project profile-steps", "free", "logging does not change training"),
+    Rule(
+        "run", "dir name check-replicas hang-timeout replicate recheck-bad-steps compile compile-backend", "free",
+        "results are the same up to rounding",
+    ),
+)  # fmt: skip
+OTHER_DATA = "the data differ from those the checkpoint was trained on: losses may jump"
+OTHER_IDS = (
+    "resume with its tokenizer; or write the weights to a folder with `threed convert`, and begin from it with"
+    " --checkpoint.resume FOLDER and the other --data.tokenizer"
+)
+CONTENTS: tuple[tuple[str, Change, str], ...] = (
+    ("contents of the data (sha256)", "applied", OTHER_DATA),
+    ("ids that the tokenizer gives (fingerprint)", "refused", OTHER_IDS),
+)
+"""What is compared besides keys: what, the change, the note."""
+RATE = ("train.steps", "optim.lr", "optim.min-lr", "optim.warmup", "optim.schedule")
+BY_KEY = {key: rule for rule in RULES for key in rule.keys}
+
+
+@dataclass
+class Comparison:
+    """The differences between a checkpoint and a run: problems, and lines to report."""
+
+    refused: list[str] = field(default_factory=list)
+    applied: list[str] = field(default_factory=list)
+
+    def accepted(self) -> list[str]:
+        """Returns the lines to report. Raises CheckpointError if something is refused."""
+        if self.refused:
+            raise CheckpointError("; ".join(self.refused))
+        return self.applied
+
+
+def compare(manifest: Manifest | None, config: Config, data: Data) -> Comparison:
+    """Compares a checkpoint, if there is one, with the resolved configuration and the data of the run that resumes."""
+    if manifest is None:
+        return Comparison()
+    model = model_differences(manifest, config)
+    model += optimizer_differences(manifest, config, optimizer_rule(config.optim).state_names)
+    if not _is_of_a_run(manifest):
+        return Comparison(model)
+    saved, extra, found = manifest["config"], manifest["state"]["extra"], Comparison()
+    if _tokenizer_differs(extra, data):
+        names = f"{plain(saved['data']['tokenizer'])}, and --data.tokenizer {config.data.tokenizer} gives other ids"
+        found.refused.append(f"the checkpoint was trained with tokenizer {names}: {OTHER_IDS}")
+    found.refused += model
+    if extra.get("data_sha256", data.sha256) != data.sha256:
+        found.applied.append(OTHER_DATA)
+    changed = {key: both for key, *both in _changes(saved, config)}
+    for key, (before, now) in changed.items():
+        if BY_KEY[key].change == "applied":
+            found.applied.append(f"{key} was {before} and is {now}: {BY_KEY[key].note}")
+    if changed.keys() & set(RATE):
+        found.applied += _rate(manifest, config)
+    return found
+
+
+def _is_of_a_run(manifest: Manifest) -> bool:
+    state = manifest["state"]
+    return bool(state["steps"]) and "imported" not in state["extra"]
+
+
+def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
+    """Whether the run's tokenizer gives other ids than the checkpoint's, as far as that is recorded. Of the same files
+    it does not: what keys make of them has rows of their own."""
+    files, now = extra.get("tokenizer"), data.tokenizer.files
+    if not isinstance(files, dict) or files == now:
+        return False
+    if "fingerprint" in extra:
+        return bool(extra["fingerprint"] != data.tokenizer.fingerprint)
+    return files.get("tokenizer.json") != now.get("tokenizer.json")
+
+
+def _changes(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yields the keys with another value than the checkpoint's, both values as users write them. A key that the version
+    which saved it did not have is left out."""
+    wanted = config.model_dump(mode="json")
+    for group, kind in GROUPS.items():
+        found = saved.get(group)
+        there: Mapping[str, Any] = found if isinstance(found, dict) else {}
+        for name in [n for n in kind.model_fields if n in there and there[n] != wanted[group][n]]:
+            now = written(name, getattr(getattr(config, group), name))
+            yield f"{group}.{key_name(name)}", _as_written(group, name, there), now
+
+
+def _as_written(group: str, name: str, saved: Mapping[str, Any]) -> str:
+    with suppress(ValueError):  # of a version with other values
+        return written(name, getattr(GROUPS[group].model_validate({name: saved[name]}), name))
+    return str(plain(saved[name]))
+
+
+def _rate(manifest: Manifest, config: Config) -> Iterator[str]:
+    """Yields a line where the learning rate of the next update is another by this run's keys."""
+    state, saved = manifest["state"], manifest["config"]
+    done = torch.tensor(float(state["updates"]), dtype=torch.float64)
+    with suppress(ValueError, KeyError, TypeError):  # of a version with other keys
+        before = float(learning_rate(OptimConfig.model_validate(saved["optim"]), int(saved["train"]["steps"]))(done))
+        now = float(learning_rate(config.optim, config.train.steps)(done))
+        if abs(now - before) > 1e-9 * max(now, before):
+            step, times = state["steps"] + 1, f", {now / before:.3g} times" if before else ""
+            yield f"the learning rate of step {step} is {now:.4g}{times} the {before:.4g} of the checkpoint's keys"
+
+
+def model_differences(manifest: Manifest, config: Config) -> list[str]:
+    """Returns what of the model differs between a checkpoint and a configuration and is refused, one line each."""
+    saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
+    with suppress(ValueError):  # what keys mean that the version which saved it did not have; of a later one, as it is
+        saved = resolve_model(ModelConfig.model_validate(saved)).model_dump(mode="json")
+    fixed = {python_name(key[6:]) for key, rule in BY_KEY.items() if rule.group == "model" and rule.change == "refused"}
+    if architectures.find(config.model.arch).learned_positions or config.model.rope_scaling is not None:
+        fixed.add("positions")
+    return [
+        f"the checkpoint's model has {key} = {plain(saved.get(key))}, this run has {value}: {_how(key, saved)}"
+        for key, value in wanted.items()
+        if key in fixed and saved.get(key) != value
+    ]
+
+
+def _how(key: str, saved: Mapping[str, Any]) -> str:
+    return f"give --model.positions {plain(saved.get(key))} as well; else {SHAPE}" if key == "positions" else SHAPE
+
+
+def optimizer_differences(manifest: Manifest, config: Config, parts: Sequence[str]) -> list[str]:
+    """Returns a line if the checkpoint is another optimizer's: Lion's momentum has the name of an Adam moment."""
+    saved, wanted = manifest["config"]["optim"]["name"], config.optim.name
+    kept = sorted(parts_of(manifest) - {WEIGHT, PREVIOUS})
+    if saved == wanted or not (kept or manifest["state"]["steps"]):  # weights alone, of another format
+        return []
+    there, here = (", ".join(names) or "nothing" for names in (kept, parts))
+    fix = f"resume with --optim.name {saved}, or start anew with --checkpoint.resume none"
+    return [
+        f"the checkpoint's optimizer is {saved}, which keeps {there}; this run has {wanted}, which keeps {here}: {fix}"
+    ]

@@ -1,0 +1,73 @@
+"""Validation: the mean token loss over the first validation windows, each of them once.
+
+    validation = Validation(engine, data)
+    validation.notice                          for the user; empty if there are enough windows
+    loss = validation.loss(stops)              collective; None if `stops` returned true on the way
+    validation.bits_per_byte(loss)
+
+Every evaluation runs full global batches, for any topology, micro-batch and schedule. In the last one the rows beyond
+the last window have labels that do not count, and the batches are weighted by their windows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from threed.data import Data
+from threed.engine import Engine
+
+IGNORED = -100
+
+
+class Validation:
+    """Evaluates an engine on the first `train.eval_samples` validation windows, or on all of them if there are fewer.
+
+    windows: how many these are.
+    """
+
+    def __init__(self, engine: Engine, data: Data) -> None:
+        train, axis = engine.config.train, engine.topology.axis("dp")
+        self.engine, self.data, self.asked = engine, data, train.eval_samples
+        self.windows = min(train.eval_samples, len(data.valid))
+        self.batch, self.share, self.index = train.global_batch, train.global_batch // axis.size, axis.index
+
+    @property
+    def notice(self) -> str:
+        """What to tell the user; empty if there are as many windows as asked for."""
+        if self.windows == self.asked:
+            return ""
+        there = f"there are {self.windows} windows of {self.data.valid.seq} tokens"
+        return f"{there}, fewer than --train.eval-samples {self.asked}: val/loss is over each of them once"
+
+    def loss(self, stops: Callable[[], bool]) -> float | None:
+        """Returns the mean token loss, in nats, or None. Collective.
+
+        Args:
+            stops: called after each global batch; true on all ranks ends the evaluation.
+        """
+        sums: list[Tensor] = []
+        for first in range(0, self.windows, self.batch):
+            here = min(self.batch, self.windows - first)  # windows have equally many labels
+            sums.append(self.engine.evaluate(self._rows(first + self.index * self.share)) * here)
+            if stops():
+                return None
+        return float(torch.stack(sums).sum()) / self.windows
+
+    def _rows(self, first: int) -> dict[str, Tensor]:
+        """This data rank's rows of a global batch, from window `first`; labels from the last window on do not count."""
+        rows = self.data.valid.batch(first, self.share)
+        rows["labels"][max(0, self.windows - first) :] = IGNORED
+        return rows
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Converts a loss in nats per token to bits per byte of the text of the same windows."""
+        return loss / math.log(2) / self._bytes_per_label if self._bytes_per_label else math.nan
+
+    @cached_property
+    def _bytes_per_label(self) -> float:
+        return self.data.bytes_per_label(self.windows)
