@@ -298,7 +298,7 @@ class Engine:
         self.optimizer.settle()
         self.gatherer.open_all(BY_HAND)
         try:
-            with self.gatherer.watching(), self.hooks.saving():
+            with self.gatherer.watching():
                 yield module
         finally:
             self._take_in()

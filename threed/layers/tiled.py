@@ -69,7 +69,9 @@ def add_weight(module: nn.Module, spec: ShardSpec, shape: Span, tiles: int) -> N
 
 def tiles_of(module: nn.Module) -> tuple[Tensor, ...]:
     """Returns the tiles of a module's weight in order, or the one weight."""
-    return tuple(weight for name, weight in module._parameters.items() if name.startswith("weight") and weight is not None)
+    return tuple(
+        weight for name, weight in module._parameters.items() if name.startswith("weight") and weight is not None
+    )
 
 
 @contextmanager

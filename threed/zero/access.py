@@ -3,13 +3,14 @@
 A parameter stays the same Python object all its life, whoever refers to it: modules, closures, lists, hooks. Its class
 and its storage tell whether its values can be read:
 
-    gathered                its own class; a view of the group's buffer
-    sharded, or in flight   `GuardedParameter`: every operation on it first makes the values readable, or raises an error
-                            that names the parameter. A sharded one has no storage but one NaN that cannot be written,
-                            so native code that does not ask gets NaN, never freed memory
+    gathered    its own class, and a view of the group's buffer
+    in flight   `AbsentParameter`: every function of torch that is called on it first waits
+    sharded     the same: gathers it, or raises an error that names it. Its storage is one NaN that cannot be written, so
+                native code that does not ask gets NaN, never freed memory
 
-A buffer is never freed while a tensor shares it: `Group.allocate` makes a new one, and Python frees the old one with
-its last view. Views that are taken of a guarded parameter are guarded, too: after an update they refuse to be read.
+Parameters of a wrapped module that are sharded between uses stay guarded while they are gathered. So are views of them:
+after an update they refuse to be read. Autograd saves their places in a buffer, not its memory. A buffer is never freed
+while a tensor shares it: `Group.allocate` makes a new one, and Python frees the old one with its last view.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from threed.zero.gather import Gatherer
     from threed.zero.layout import Group, Slot
+
+
+PINNED = -5  # the holder of groups that stay gathered until the pass has ended
 
 
 class Access:
@@ -46,9 +51,9 @@ class Access:
         self.guard(group.sliced)
 
     def guard(self, on: bool) -> None:
-        """Gives the parameter its guarded class, or its own."""
-        guarded = on or self.always
-        self.slot.param.__class__ = _guarded(self.own_class) if guarded else self.own_class
+        """Gives the parameter the class for values that are absent or in flight, or the one for values in memory."""
+        kind = AbsentParameter if on else GuardedParameter if self.always else None
+        self.slot.param.__class__ = self.own_class if kind is None else _combined(kind, self.own_class)
 
     def watch(self, on: bool) -> None:
         """Guards the parameter, and views that are taken of it, while its values can be read, or ends that."""
@@ -152,7 +157,7 @@ def _changes(func: Any, kwargs: dict[str, Any]) -> bool:
 def _parts(args: Iterable[Any]) -> Iterator[Any]:
     """Yields the guarded tensors among the arguments of a function of torch."""
     for arg in args:
-        if isinstance(arg, (_Guard, GuardedView)):
+        if isinstance(arg, (GuardedParameter, GuardedView)):
             yield arg
         elif isinstance(arg, (list, tuple)):
             yield from _parts(arg)
@@ -170,11 +175,28 @@ def _call(run: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any])
         else:
             tensor.access.require()
         tensor.access.touched |= exports or (changes and isinstance(tensor, GuardedView))
-    out = run(*args, **kwargs)
-    for access in {id(tensor.access): tensor.access for tensor in used}.values():
+    accesses = {id(tensor.access): tensor.access for tensor in used}.values()
+    with _saving(accesses):
+        out = run(*args, **kwargs)
+    for access in accesses:
         for part in out if isinstance(out, (list, tuple)) else (out,):
             access.share(part)
     return out
+
+
+def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
+    """Returns the context in which autograd saves places of sharded parameters, unless the program has hooks of its own
+    for what is saved. Transforms of `torch.func` allow no hooks: then the parameters stay gathered until the backward
+    has ended."""
+    sharded = [access for access in accesses if access.group.sliced]
+    if not (sharded and torch.is_grad_enabled()):
+        return nullcontext()
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        for access in sharded:
+            access.gatherer.open(access.group, PINNED)
+        return nullcontext()
+    others = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return nullcontext() if others else sharded[0].gatherer.saving
 
 
 class _Managed(nn.Parameter):
@@ -206,8 +228,8 @@ class WatchedParameter(_Managed):
         Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
 
 
-class _Guard(_Managed):
-    """What guarded classes have in common, before the parameter's own class."""
+class GuardedParameter(_Managed):
+    """A parameter whose values are made readable when a function of torch is called on it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -250,10 +272,25 @@ _OF_A_SHARDED: dict[Any, Callable[..., Any]] = {
 }
 
 
+class AbsentParameter(GuardedParameter):
+    """A guarded parameter whose values are not in memory, or not yet."""
+
+
 @functools.cache
-def _guarded(own: type[Tensor]) -> type[Tensor]:
-    """Returns the guarded class for parameters of a class."""
-    return type("GuardedParameter", (_Guard, own), {"__module__": __name__})
+def _combined(kind: type[GuardedParameter], own: type[Tensor]) -> type[Tensor]:
+    """Returns the guarded class for parameters of a class.
+
+    `torch.func` hands parameters to native code that does not ask: as nodes of its trees absent ones are asked here.
+    """
+    made = type(kind.__name__, (kind, own), {"__module__": __name__})
+    if kind is AbsentParameter:
+        pytree.register_pytree_node(made, _opened, lambda parts, _: next(iter(parts)))
+    return made
+
+
+def _opened(param: Any) -> tuple[list[Any], None]:
+    param.access.require()
+    return [param], None
 
 
 class GuardedView(Tensor):

@@ -20,7 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from threed import collectives
 from threed.collectives import Pending
@@ -31,6 +33,21 @@ from threed.zero.access import Access, storage_of, undisturbed
 from threed.zero.layout import Bucket, Group, Layout, Slot
 
 TILE, BY_HAND = -3, -4  # holders beside units, which are numbers >= 0: a tile's layer; `Engine.gathered`
+
+
+class Saved:
+    """A saved tensor that is a view of a group's buffer, or a parameter that was not gathered."""
+
+    def __init__(self, group: Group, slot: Slot | None, tensor: Tensor) -> None:
+        self.group, self.slot, self.dtype = group, slot, tensor.dtype
+        self.place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def tensor(self) -> Tensor:
+        """Returns it as a view of the buffer that the group is gathered into now."""
+        buffer = self.group.params
+        if self.slot is not None:
+            return self.group.view(self.slot, buffer)
+        return torch.empty(0, dtype=self.dtype, device=buffer.device).set_(buffer.untyped_storage(), *self.place)
 
 
 class GatheredTile:
@@ -67,6 +84,7 @@ class Gatherer:
         for group in layout.groups:
             for slot in group.slots if group.sliced else ():
                 self.places[storage_of(slot.placeholder)] = (group, slot)
+        self.saving = saved_tensors_hooks(self._pack, self._unpack)
         self.version = 0  # of the sharded parameters' values: incremented when they change
         self._published: dict[Bucket, Pending] = {}  # gathers of what stays whole
         self._buckets_of_unit: dict[int, list[Bucket]] = {}
@@ -193,10 +211,12 @@ class Gatherer:
         self._holders[group].add(holder)
 
     def open_all(self, holder: int) -> None:
-        """Begins to gather all sliced groups, and keeps them whole for `holder`."""
-        for group in self.layout.groups:
-            if group.sliced:
-                self.open(group, holder)
+        """Gathers all sliced groups, and keeps them whole for `holder`."""
+        sliced = [group for group in self.layout.groups if group.sliced]
+        for group in sliced:
+            self.open(group, holder)
+        for group in sliced:
+            self.wait(group)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -208,6 +228,18 @@ class Gatherer:
         finally:
             for access in self.accesses.values():
                 access.watch(False)
+
+    @torch.compiler.disable
+    def _pack(self, tensor: Tensor) -> Any:
+        place = self.places.get(storage_of(tensor))
+        return tensor if place is None else Saved(*place, tensor)
+
+    @torch.compiler.disable
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        self.wanted(packed.group)
+        return packed.tensor()
 
     def _end_gathers(self) -> None:
         """Waits for all gathers, also of groups not used yet, so that the buffers of their slices are released."""

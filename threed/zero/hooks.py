@@ -3,10 +3,8 @@
     hooks = Hooks(module, units, layout, gatherer, reducer, prefetch)
     hooks.pass_ended()          after each backward, and after a forward that none follows
 
-A unit gathers all its parameters when it is called, and releases them when it returns; any other use of a parameter in
-a forward gathers it when a function of torch is called on it (`zero.access`). In a backward autograd unpacks what it
-saved: saved tensors that are views of a gathered buffer are packed as a group and a place in it, and made again of the
-buffer that the group is gathered into. A group is released when the gradients of all its parameters have come, or when
+A unit gathers all its parameters when it is called, and releases them when it returns. Any other use of a parameter, and of what autograd has saved of it, gathers
+its group (`zero.access`). In a backward a group is released when the gradients of all its parameters have come, or when
 it has not been used for a while, or at the end.
 
 Groups are gathered ahead in the order of the last pass. A wrong prediction costs its bytes and nothing else.
@@ -19,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
@@ -61,27 +60,13 @@ class Trace:
             self._before, self._seen, self._at = self._seen, [], 0
 
 
-class Saved:
-    """A saved tensor that is a view of a group's buffer, or a parameter that was not gathered."""
-
-    def __init__(self, group: Group, slot: Slot | None, tensor: Tensor) -> None:
-        self.group, self.slot, self.dtype = group, slot, tensor.dtype
-        self.place = (tensor.storage_offset(), tensor.size(), tensor.stride())
-
-    def tensor(self) -> Tensor:
-        """Returns it as a view of the buffer that the group is gathered into now."""
-        buffer = self.group.params
-        if self.slot is not None:
-            return self.group.view(self.slot, buffer)
-        return torch.empty(0, dtype=self.dtype, device=buffer.device).set_(buffer.untyped_storage(), *self.place)
-
-
 class _Hook:
     """The forward hooks of a module. Copies of the module share it, and pickles have none of it: they belong to no
     engine."""
 
     def __init__(self, hooks: Hooks, module: nn.Module, unit: int | None) -> None:
         self.hooks, self.module, self.unit = hooks, module, unit
+        self.saving: list[saved_tensors_hooks] = []  # of running calls
         module.register_forward_pre_hook(self.before, prepend=True)
         self.after_id = module.register_forward_hook(self.after, always_call=True).id
 
@@ -90,10 +75,16 @@ class _Hook:
         if module is self.module:
             module._forward_hooks.move_to_end(self.after_id)  # hooks that the user has added may use parameters
             self.hooks.enter(self.unit)
+            if any(part._compiled_call_impl or isinstance(part, OptimizedModule) for part in module.modules()):
+                # Compiled code reads parameters, and lets autograd save them, without calling functions of torch.
+                self.saving.append(self.hooks.gatherer.saving)
+                self.saving[-1].__enter__()
 
     @torch.compiler.disable
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self.module:
+            if self.saving:
+                self.saving.pop().__exit__()
             self.hooks.leave(output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
@@ -124,7 +115,6 @@ class Hooks:
         self._recent: list[Group] = []
         self._node: Any = None  # the running autograd node, and the groups it uses
         self._in_use: set[Group] = set()
-        self._saving: Any = None
         self._sliced = [group for group in layout.groups if group.sliced]
         self._group_of_slot = {slot: group for group in self._sliced for slot in group.slots}
         self._due: dict[Group, int] = {}
@@ -141,16 +131,9 @@ class Hooks:
 
     def enter(self, unit: int | None) -> None:
         """Begins a module's call."""
-        if not self._calls and not in_backward():
-            self._saving = self.saving()
-            self._saving.__enter__()
         self._calls.append([])
         for group in self.gatherer.groups_of(unit) if unit is not None else ():
             self._wanted(group)
-
-    def saving(self) -> saved_tensors_hooks:
-        """Returns the context in which autograd saves places of sharded parameters, not their memory."""
-        return saved_tensors_hooks(self._pack, self._unpack)
 
     def _wanted(self, group: Group) -> None:
         """Gathers a group, one of whose parameters is about to be used. Outside of a forward and a backward it gathers
@@ -159,8 +142,8 @@ class Hooks:
             if group not in self._calls[-1]:
                 self._calls[-1].append(group)
                 self._hold(group, len(self._calls))
-        elif in_backward():  # a recompute outside of any module
-            self._hold(group, BACKWARD)
+        elif in_backward():
+            self._use(group)
 
     def leave(self, output: Any) -> None:
         """Ends a module's call."""
@@ -177,14 +160,14 @@ class Hooks:
             elif stays or group in returned:  # a recompute, whose backward follows; or where the backward begins
                 self.gatherer.open(group, BACKWARD)
             self.gatherer.close(group, depth)
-        if not self._calls and self._saving is not None:
-            self._saving.__exit__(None, None, None)
-            self._saving = None
+        if not self._calls and not in_backward():
             self.forwards.end()
 
     def _groups_in(self, output: Any) -> set[Group]:
         """Returns the groups whose parameters, or views of them, are in a module's output."""
-        places = (self.gatherer.places.get(storage_of(leaf)) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        places = (
+            self.gatherer.places.get(storage_of(leaf)) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)
+        )
         return {place[0] for place in places if place is not None}
 
     def _hold(self, group: Group, holder: int) -> None:
@@ -197,18 +180,6 @@ class Hooks:
             self.gatherer.open(other, AHEAD)
 
     # ------------------------------------------------------------------------------------------------------- backward
-
-    @torch.compiler.disable
-    def _pack(self, tensor: Tensor) -> Any:
-        place = self.gatherer.places.get(storage_of(tensor))
-        return tensor if place is None else Saved(*place, tensor)
-
-    @torch.compiler.disable
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        self._use(packed.group)
-        return packed.tensor()
 
     def _use(self, group: Group) -> None:
         """Gathers a group in a backward; the groups that the running node uses stay whole."""

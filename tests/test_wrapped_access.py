@@ -1,0 +1,314 @@
+"""Parameters of a wrapped module that the program uses by itself, in every way, at every moment, under every stage:
+the values of plain PyTorch, or an error that names the parameter."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import itertools
+import math
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.harness import run_ranks
+from threed.config import Config
+from threed.engine import Engine
+from threed.topology import Topology
+
+WIDTH, ROWS, STEPS = 6, 4, 3
+NAME = "blocks.1.weight"
+
+
+class Net(nn.Module):
+    """Three blocks, of which the last may share the weight of the second; `probe` runs before them in the forward."""
+
+    def __init__(self, variant: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        if variant == "tied":
+            self.blocks[2].weight = self.blocks[1].weight
+        if variant == "frozen":
+            self.blocks[1].weight.requires_grad_(False)
+        self.probe: Callable[[], None] | None = None
+        weight = self.blocks[1].weight
+        self.closure = lambda: (weight * 2).sum()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.probe is not None:
+            self.probe()
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return F.mse_loss(x, y)
+
+
+# An action takes the module and its parameter, and gives a number; or a function that gives it, to be called later.
+Later = Callable[[], Any]
+Action = Callable[[Net, nn.Parameter], Later]
+
+
+def now(act: Callable[[Net, nn.Parameter], Any]) -> Action:
+    """An action that keeps nothing but the module and the parameter."""
+    return lambda module, param: lambda: act(module, param)
+
+
+def scale(kept: Tensor) -> Tensor:
+    with torch.no_grad():
+        return kept.mul_(0.9).sum()
+
+
+def unpickled(kept: Any) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(kept, buffer)
+    return next(iter(torch.load(io.BytesIO(buffer.getvalue())).values()))
+
+
+def hook(module: Net, param: nn.Parameter) -> Later:
+    """Halves the gradients from now on."""
+    if param.requires_grad:
+        param.register_hook(lambda grad: grad * 0.5)
+    return lambda: 0.0
+
+
+def inferred(param: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return param.sum().clone()
+
+
+@torch.compile(backend="eager")
+def compiled_sum(x: Tensor) -> Tensor:
+    return (x * 3).sum()
+
+
+ACTIONS: dict[str, Action] = {
+    "attribute": now(lambda module, param: module.blocks[1].weight.sum()),
+    "closure": now(lambda module, param: module.closure()),
+    "hook": hook,
+    "parameters": now(lambda module, param: sum(p.detach().abs().sum() for p in module.parameters())),
+    "view": lambda module, param: (lambda kept: lambda: kept.sum())(param.detach().view(-1)[:9]),
+    "view with history": lambda module, param: (lambda kept: lambda: kept.sum())(param.t()[1:]),
+    "view, changed": lambda module, param: (lambda kept: lambda: scale(kept))(param.detach()[1]),
+    "numpy": lambda module, param: (lambda kept: lambda: kept.sum())(param.detach().numpy()),
+    "dlpack": lambda module, param: (lambda kept: lambda: kept.sum())(torch.from_dlpack(param.detach())),
+    "list": now(lambda module, param: param.tolist()[0][0]),
+    "pickle": now(lambda module, param: pickle.loads(pickle.dumps(param)).sum()),
+    "save": lambda module, param: (lambda kept: lambda: unpickled(kept).sum())({"a": param.detach()}),
+    "deepcopy": now(lambda module, param: copy.deepcopy(module.blocks[1]).weight.sum()),
+    "deepcopy of all": now(lambda module, param: copy.deepcopy(module).blocks[1].weight.sum()),
+    "state_dict": lambda module, param: (lambda kept: lambda: kept[NAME].sum())(module.state_dict()),
+    "state_dict, saved": lambda module, param: (lambda kept: lambda: unpickled(kept).sum())(module.state_dict()),
+    "data": lambda module, param: (lambda kept: lambda: kept.sum())(param.data),
+    "data, changed": lambda module, param: (lambda kept: lambda: scale(kept))(param.data),
+    "data, replaced": now(lambda module, param: setattr(param, "data", param.data * 0.9) or param.detach().sum()),
+    "in place": now(lambda module, param: scale(param)),
+    "foreach": now(lambda module, param: torch._foreach_norm([param.detach()])[0]),
+    "grad": now(lambda module, param: torch.func.grad(lambda w: (w * w).sum())(param.detach()).sum()),
+    "grad, undetached": now(lambda module, param: torch.func.grad(lambda w: (w * w).sum())(param).sum()),
+    "vmap": now(lambda module, param: torch.func.vmap(lambda row: row.square().sum())(param).sum()),
+    "functional_call": now(
+        lambda module, param: torch.func.functional_call(
+            module.blocks[1], dict(module.blocks[1].named_parameters()), (torch.ones(2, WIDTH, dtype=torch.float64),)
+        ).sum()
+    ),
+    "compile": now(lambda module, param: compiled_sum(param)),
+    "inference": now(lambda module, param: inferred(param)),
+    "vector": now(lambda module, param: nn.utils.parameters_to_vector([param]).sum()),
+    "product": now(lambda module, param: (torch.ones(2, WIDTH, dtype=torch.float64) @ param).sum()),
+    "repr": now(lambda module, param: float(len(repr(param)) > 0)),
+    "shape": now(lambda module, param: param.shape[0] + param.stride(0) + param.numel() + len(param) + param.dim()),
+}  # fmt: skip
+MOMENTS = ("before", "in", "after", "gathered", "kept", "outdated")
+VARIANTS = ("plain", "frozen", "tied")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is done, when, under which stage, to which kind of parameter. kept: taken in `gathered()`, used after it;
+    outdated: after one more step."""
+
+    action: str
+    moment: str
+    variant: str
+
+
+def made(variant: str) -> Net:
+    torch.manual_seed(0)
+    return Net(variant).double()
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return {key: torch.randn(2 * ROWS, WIDTH, generator=draw, dtype=torch.float64) for key in ("x", "y")}
+
+
+class Plain:
+    """Plain PyTorch on one process."""
+
+    def __init__(self, module: Net, stage: int) -> None:
+        self.module = module
+        trained = [param for param in module.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+
+    def forward(self, step: int) -> Tensor:
+        self.optimizer.zero_grad()
+        return self.module(**batch(step))
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        self.optimizer.step()
+
+    def gathered(self) -> Any:
+        return nullcontext()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in self.module.state_dict().items()}
+
+
+class Sharded:
+    """The engine, on some ranks."""
+
+    def __init__(self, module: Net, stage: int) -> None:
+        self.module, self.topology = module, Topology()
+        self.engine = Engine(module, self.topology, Config.model_validate({
+            "zero": {"stage": stage, "resident": 0, "bucket_mib": 1e-4}, "precision": {"dtype": "fp64"},
+            "train": {"global_batch": 2 * ROWS, "micro_batch": 2 * ROWS // self.topology.dp, "grad_clip": 0.0, "steps": 9},
+            "optim": {"lr": 1e-2, "warmup": 0, "schedule": "constant", "betas": (0.9, 0.95), "eps": 1e-8,
+                      "weight_decay": 0.0},
+        }))  # fmt: skip
+
+    def forward(self, step: int) -> Tensor:
+        self.engine.begin(1)
+        dp, rank = self.topology.dp, self.topology.rank
+        return self.module(**{key: value.chunk(dp)[rank] for key, value in batch(step).items()})
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss, 1.0 / self.topology.dp)
+        self.engine.update(torch.zeros(1, dtype=torch.float64))
+
+    def gathered(self) -> Any:
+        return self.engine.gathered()
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.engine.full_state_dict()
+
+
+def outcome(use: Later) -> float | str:
+    """The number, or the error."""
+    try:
+        return float(use())
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def run(kind: type[Plain] | type[Sharded], case: Case, stage: int = 0, without: bool = False) -> Any:
+    """Trains three steps; at one moment of the second one (not if `without`) something is done to a parameter. Returns
+    what that gave, and the weights."""
+    module = made(case.variant)
+    trainer = kind(module, stage)
+    param = module.blocks[1].weight
+    results: list[float | str] = []
+
+    def act() -> None:
+        if not without:
+            results.append(outcome(lambda: ACTIONS[case.action](module, param)()))
+
+    def take() -> Later:
+        try:
+            return ACTIONS[case.action](module, param)
+        except RuntimeError as error:
+            results.append(f"{type(error).__name__}: {error}")
+            return lambda: 0.0
+
+    trainer.backward(trainer.forward(0))
+    if case.moment == "before":
+        act()
+    elif case.moment == "gathered":
+        with trainer.gathered():
+            act()
+    elif case.moment in ("kept", "outdated") and not without:
+        with trainer.gathered():
+            use = take()
+        if case.moment == "outdated":
+            trainer.backward(trainer.forward(9))
+        results.append(outcome(use))
+    elif case.moment == "outdated":
+        trainer.backward(trainer.forward(9))
+    module.probe = act if case.moment == "in" else None
+    loss = trainer.forward(1)
+    module.probe = None
+    if case.moment == "after":
+        act()
+    trainer.backward(loss)
+    trainer.backward(trainer.forward(2))
+    return results, trainer.weights()
+
+
+@functools.cache
+def want(case: Case, without: bool) -> Any:
+    return run(Plain, case, without=without)
+
+
+def run_all(cases: list[Case], stage: int) -> list[Any]:
+    return [run(Sharded, case, stage) for case in cases]
+
+
+def named(error: str) -> bool:
+    """Whether an error names the parameter, and what to do."""
+    kinds = ("RuntimeError: ", "InternalTorchDynamoError: RuntimeError: ")
+    return error.startswith(kinds) and "blocks." in error and ("gathered" in error or "clone()" in error)
+
+
+def compare(case: Case, stage: int, got: Any) -> str:
+    """Returns what is wrong with an outcome, if anything."""
+    results, weights = got
+    refused = [result for result in results if isinstance(result, str)]
+    if any(not named(error) for error in refused):
+        return f"{case} stage {stage}: {refused}"
+    if refused and stage < 3:
+        return f"{case} stage {stage} refused: {refused}"
+    values, expected = want(case, bool(refused))
+    if not refused and not all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(results, values, strict=True)):
+        return f"{case} stage {stage}: {results}, right: {values}"
+    for name in weights:
+        off = float((weights[name] - expected[name]).abs().max())
+        if not off < 1e-9:
+            return f"{case} stage {stage}: {name} is off by {off:.2g}, result {results}"
+    return ""
+
+
+def check(cases: list[Case], stage: int) -> None:
+    got = run_ranks(2, run_all, cases, stage, timeout=600)[0]
+    wrong = [text for case, one in zip(cases, got, strict=True) if (text := compare(case, stage, one))]
+    assert not wrong, "\n".join(wrong)
+
+
+# What changes a parameter between its forward and its backward is an error of plain PyTorch's.
+CHANGES = ("view, changed", "in place")
+# Memory that is handed out to other libraries shows what was there then; no object is left that could be asked.
+FOREIGN = ("numpy", "dlpack")
+EVERYTHING = [
+    Case(action, moment, variant)
+    for action, moment, variant in itertools.product(ACTIONS, MOMENTS, VARIANTS)
+    if not (action in CHANGES and moment == "after") and not (action in FOREIGN and moment == "outdated")
+]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_uses_of_parameters(stage: int) -> None:
+    """Under stage 3 every action at every moment, and kinds of parameters in turns; else a third of that."""
+    in_turns = [case for n, case in enumerate(EVERYTHING) if (n // 3 + n // 18 + n) % 3 == 0]
+    check(in_turns if stage == 3 else in_turns[stage::3], stage)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_uses_of_parameters(stage: int) -> None:
+    check(EVERYTHING, stage)
