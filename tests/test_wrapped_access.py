@@ -179,7 +179,9 @@ class Sharded:
         self.module, self.topology = module, Topology()
         self.engine = Engine(module, self.topology, Config.model_validate({
             "zero": {"stage": stage, "resident": 0, "bucket_mib": 1e-4}, "precision": {"dtype": "fp64"},
-            "train": {"global_batch": 2 * ROWS, "micro_batch": 2 * ROWS // self.topology.dp, "grad_clip": 0.0, "steps": 9},
+            "train": {
+                "global_batch": 2 * ROWS, "micro_batch": 2 * ROWS // self.topology.dp, "grad_clip": 0.0, "steps": 9,
+            },
             "optim": {"lr": 1e-2, "warmup": 0, "schedule": "constant", "betas": (0.9, 0.95), "eps": 1e-8,
                       "weight_decay": 0.0},
         }))  # fmt: skip
@@ -312,3 +314,200 @@ def test_uses_of_parameters(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_all_uses_of_parameters(stage: int) -> None:
     check(EVERYTHING, stage)
+
+
+# ------------------------------------------------------------------------------------------- references and contexts
+
+
+class Holder:
+    """A helper that is no module, and keeps a parameter."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Scaled(torch.autograd.Function):
+    """x w, with a view of the weight in its context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.turned = weight.t()
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, _ = ctx.saved_tensors
+        return dy @ ctx.turned, x.t() @ dy
+
+
+def penalty(module: nn.Module, x: Tensor) -> Tensor:
+    """The square of a gradient, by torch.func: no hooks on saved tensors are allowed there."""
+    gradient = torch.func.grad(lambda row: module.blocks[2](module.blocks[1](row).tanh()).sum())(x)  # type: ignore[index]
+    return gradient.square().mean()
+
+
+def tangent(module: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.jvp(lambda v: module.blocks[1](v).tanh(), (x,), (torch.ones_like(x),))[1].mean()  # type: ignore[index]
+
+
+def on_host(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return (x @ module.blocks[1].weight).tanh().mean()  # type: ignore[index,union-attr]
+
+
+def recomputed(module: nn.Module, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda v: (v @ module.blocks[1].weight).tanh(), x, use_reentrant=False).mean()  # type: ignore[index,union-attr]
+
+
+EXTRAS: dict[str, Callable[[nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
+    "closure": lambda module: (lambda w: lambda _, x: (x @ w).mean())(module.blocks[1].weight),  # type: ignore[index]
+    "partial": lambda module: (lambda f: lambda _, x: f(x).mean())(functools.partial(F.linear, weight=module.blocks[0].weight)),  # type: ignore[index]
+    "helper": lambda module: (lambda f: lambda _, x: f(x).mean())(Holder(module.blocks[2].weight)),  # type: ignore[index]
+    "list": lambda module: (lambda ws: lambda _, x: sum((x @ w).mean() for w in ws[0]))([list(module.parameters())[::2]]),
+    "function": lambda module: (lambda w: lambda _, x: Scaled.apply(x, w).tanh().mean())(module.blocks[1].weight),  # type: ignore[index]
+    "penalty": lambda module: penalty,
+    "tangent": lambda module: tangent,
+    "on host": lambda module: on_host,
+    "recomputed": lambda module: recomputed,
+}  # fmt: skip
+
+
+class Extra(Net):
+    """Adds a term that uses parameters in another way; from the second step on, or always."""
+
+    def __init__(self, extra: str, later: bool) -> None:
+        super().__init__("plain")
+        self.extra, self.calls, self.later = EXTRAS[extra](self), 0, later
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        loss = super().forward(x, y)
+        return loss + self.extra(self, x) if self.calls > 1 or not self.later else loss
+
+
+def train_extra(kind: type[Plain] | type[Sharded], extra: str, later: bool, stage: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    trainer = kind(Extra(extra, later).double(), stage)
+    for step in range(STEPS):
+        trainer.backward(trainer.forward(step))
+    return trainer.weights()
+
+
+def train_extras(cases: list[tuple[str, bool, int]]) -> list[dict[str, Tensor]]:
+    return [train_extra(Sharded, *case) for case in cases]
+
+
+def test_parameters_that_others_refer_to() -> None:
+    cases = [(extra, later, stage) for extra in EXTRAS for later in (False, True) for stage in (1, 3)]
+    for case, got in zip(cases, run_ranks(2, train_extras, cases, timeout=300)[0], strict=True):
+        for name, right in train_extra(Plain, *case).items():
+            torch.testing.assert_close(got[name], right, rtol=0, atol=1e-9, msg=lambda m, c=case, n=name: f"{c} {n} {m}")
+
+
+def check_contexts() -> None:
+    """What autograd has saved of a sharded parameter is not readable outside of the backward either."""
+    trainer, x = Sharded(made("plain"), 3), torch.zeros(1)
+    nodes, values = [trainer.forward(0).grad_fn], []
+    while nodes:
+        node = nodes.pop()
+        nodes += [following for following, _ in node.next_functions if following is not None]
+        for name in ("_saved_mat1", "_saved_mat2", "_saved_self"):
+            if hasattr(type(node), name):  # None if it was not needed
+                values.append(outcome(lambda n=node, a=name: (getattr(n, a) if getattr(n, a) is not None else x).sum()))  # type: ignore[misc]
+    assert any(isinstance(value, str) for value in values)
+    assert all(named(value) if isinstance(value, str) else not math.isnan(value) for value in values)
+
+
+def check_refusals() -> None:
+    trainer = Sharded(made("plain"), 3)
+    trainer.backward(trainer.forward(0))
+    module = trainer.module
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.weight is sharded.*engine\.gathered.*full_state_dict"):
+        module.state_dict()
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.weight is sharded"):
+        module.to(torch.float32)
+    with trainer.gathered(), torch.no_grad():
+        kept = module.blocks[1].weight.detach()
+    with pytest.raises(RuntimeError, match=r"shares memory with blocks\.1\.weight.*clone"):
+        kept.zero_()
+    with trainer.gathered():
+        module.blocks[2].weight.data = torch.zeros(WIDTH + 1, WIDTH, dtype=torch.float64)  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError, match=r"blocks\.2\.weight was given values of shape \[7, 6\], but has shape"):
+            trainer.engine.full_state_dict()
+        module.blocks[2].weight.data = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)  # type: ignore[union-attr]
+
+
+def test_contexts_and_refusals() -> None:
+    run_ranks(2, check_contexts)
+    run_ranks(2, check_refusals)
+
+
+class Hooked(Net):
+    """Attributes and hooks of parameters, put there after the engine; pre-hooks of the root, put there before it."""
+
+
+def masked(module: nn.Module, args: Any) -> None:
+    with torch.no_grad():
+        for param in module.parameters():
+            if param.dim() > 1:
+                param.mul_((torch.arange(param.shape[1]) % 2 == 0).to(param.dtype))
+
+
+def train_hooked(kind: type[Plain] | type[Sharded], stage: int) -> dict[str, Tensor]:
+    module = made("plain")
+    module.register_forward_pre_hook(masked)
+    trainer = kind(module, stage)
+    weight: Any = module.blocks[1].weight
+    weight.register_hook(lambda grad: grad * 0.5)
+    weight.tag = 7
+    sums: list[float] = []
+    module.register_forward_hook(lambda module, args, out: out + weight.square().sum())
+    for step in range(STEPS):
+        trainer.backward(trainer.forward(step))
+    with trainer.gathered():
+        sums.append(float(weight.sum()))
+    assert weight.tag == 7
+    assert module.blocks[1].weight is weight
+    return trainer.weights()
+
+
+def test_hooks_and_attributes() -> None:
+    right = train_hooked(Plain, 0)
+    for stage in range(4):
+        for name, got in run_ranks(2, train_hooked, Sharded, stage)[0].items():
+            torch.testing.assert_close(got, right[name], rtol=0, atol=1e-9)
+
+
+def train_compiled(stage: int, how: str, backend: str) -> dict[str, Tensor]:
+    module: Any = made("plain")
+    if how == "before":
+        module = torch.compile(module, backend=backend)
+    if how == "blocks":
+        for n, block in enumerate(module.blocks):
+            module.blocks[n] = torch.compile(block, backend=backend)
+    trainer = Sharded(module, stage)
+    if how == "after":
+        module.compile(backend=backend)
+    for step in range(STEPS):
+        trainer.backward(trainer.forward(step))
+    return {name.replace("_orig_mod.", ""): value for name, value in trainer.weights().items()}
+
+
+def train_all_compiled(cases: list[tuple[int, str, str]]) -> list[dict[str, Tensor]]:
+    return [train_compiled(*case) for case in cases]
+
+
+def test_compiled_modules() -> None:
+    """torch.compile before and after the engine, of all and of blocks."""
+    cases = [(stage, how, "eager") for how in ("before", "after", "blocks") for stage in (1, 3)]
+    cases += [(stage, how, "inductor") for how, stage in (("blocks", 3), ("after", 3), ("blocks", 1))]
+    trainer = Plain(made("plain"), 0)
+    for step in range(STEPS):
+        trainer.backward(trainer.forward(step))
+    for case, got in zip(cases, run_ranks(2, train_all_compiled, cases, timeout=400)[0], strict=True):
+        for name, right in trainer.weights().items():
+            torch.testing.assert_close(got[name], right, rtol=0, atol=1e-9, msg=lambda m, c=case: f"{c} {m}")

@@ -5,8 +5,8 @@ and its storage tell whether its values can be read:
 
     gathered    its own class, and a view of the group's buffer
     in flight   `AbsentParameter`: every function of torch that is called on it first waits
-    sharded     the same: gathers it, or raises an error that names it. Its storage is one NaN that cannot be written, so
-                native code that does not ask gets NaN, never freed memory
+    sharded     the same, but gathers it, or raises an error that names it. Its storage is one NaN that cannot be
+                written, so native code that does not ask gets NaN, never freed memory
 
 Parameters of a wrapped module that are sharded between uses stay guarded while they are gathered. So are views of them:
 after an update they refuse to be read. Autograd saves their places in a buffer, not its memory. A buffer is never freed
@@ -62,18 +62,10 @@ class Access:
 
     def require(self) -> None:
         """Makes the values readable; RuntimeError naming the parameter if they are not in memory."""
-        if not self.group.sliced:
+        if self.group.sliced:
+            self.gatherer.require(self.group, self.slot)
+        else:
             self.gatherer.wait_for(self.slot)
-            return
-        self.gatherer.wanted(self.group)
-        if self.gatherer.is_open(self.group):
-            self.gatherer.wait(self.group)
-            return
-        raise RuntimeError(
-            f"{self.slot.spec.name} is sharded (ZeRO stage 3), and its values are not in memory here: read or change it"
-            " in its module's forward, or between steps inside `with engine.gathered():`; engine.full_state_dict()"
-            " returns all values"
-        )
 
     def require_view(self, view: GuardedView, changes: bool) -> None:
         """The same for a tensor that shares memory with the parameter."""
@@ -120,23 +112,24 @@ def undisturbed() -> AbstractContextManager[Any]:
     return stack
 
 
+def _methods(names: str) -> set[Any]:
+    return {getattr(Tensor, name) for name in names.split()}
+
+
 def _accessors(names: str, method: str) -> set[Any]:
     return {getattr(getattr(Tensor, name), method) for name in names.split()}
 
 
-# Properties of a parameter that are there without its values.
+# What a parameter can tell without its values.
 _METADATA: set[Any] = {
-    *_accessors("shape dtype device layout ndim is_leaf grad_fn requires_grad grad name is_cpu is_cuda is_meta", "__get__"),
-    *_accessors("is_sparse is_quantized is_mkldnn is_nested retains_grad output_nr _version itemsize nbytes", "__get__"),
-    *_accessors("_backward_hooks _post_accumulate_grad_hooks", "__get__"),
+    *_accessors("shape dtype device layout ndim is_leaf grad_fn requires_grad grad name is_cpu is_cuda", "__get__"),
+    *_accessors("is_meta is_sparse is_quantized is_mkldnn is_nested retains_grad output_nr _version", "__get__"),
+    *_accessors("itemsize nbytes _backward_hooks _post_accumulate_grad_hooks", "__get__"),
     *_accessors("requires_grad grad _backward_hooks _post_accumulate_grad_hooks", "__set__"),
     *_accessors("grad", "__delete__"),
-    *(
-        getattr(Tensor, name)
-        for name in "size dim ndimension numel nelement element_size is_floating_point is_complex is_signed get_device"
-        " requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __hash__ __len__ is_same_size"
-        " is_shared is_inference".split()
-    ),
+    *_methods("size dim ndimension numel nelement element_size is_floating_point is_complex is_signed get_device"),
+    *_methods("requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __hash__ __len__"),
+    *_methods("is_same_size is_shared is_inference"),
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference, torch.is_same_size,
 }  # fmt: skip
 # Functions that hand out memory, which may then be written without the parameter's version being incremented.

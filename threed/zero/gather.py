@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,14 +41,14 @@ class Saved:
 
     def __init__(self, group: Group, slot: Slot | None, tensor: Tensor) -> None:
         self.group, self.slot, self.dtype = group, slot, tensor.dtype
-        self.place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        self.place = (tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def tensor(self) -> Tensor:
         """Returns it as a view of the buffer that the group is gathered into now."""
         buffer = self.group.params
         if self.slot is not None:
             return self.group.view(self.slot, buffer)
-        return torch.empty(0, dtype=self.dtype, device=buffer.device).set_(buffer.untyped_storage(), *self.place)
+        return buffer.view(self.dtype).as_strided(*self.place)
 
 
 class GatheredTile:
@@ -78,7 +79,7 @@ class Gatherer:
     """
 
     def __init__(self, layout: Layout, axis: Axis, wrapped: bool = False) -> None:
-        self.layout, self.axis = layout, axis
+        self.layout, self.axis, self.wrapped = layout, axis, wrapped
         self.accesses = {slot: Access(self, group, slot, wrapped) for group in layout.groups for slot in group.slots}
         self.places: dict[int, tuple[Group, Slot | None]] = {}  # by storage: of a group's buffer, of a placeholder
         for group in layout.groups:
@@ -199,6 +200,21 @@ class Gatherer:
         """Returns whether a sliced group is whole, or in flight."""
         return group in self._holders
 
+    def require(self, group: Group, slot: Slot) -> None:
+        """Waits until a sliced group is whole, after gathering it if the program is where that can be done on all
+        ranks; RuntimeError naming the parameter elsewhere."""
+        self.wanted(group)
+        if not self.is_open(group):
+            where = (
+                "in its module's forward, or between steps inside `with engine.gathered():`; engine.full_state_dict()"
+                if self.wrapped else "in the layer that registers it; engine.full_state_dict()"
+            )  # fmt: skip
+            raise RuntimeError(
+                f"{slot.spec.name} is sharded (ZeRO stage 3), and its values are not in memory here: read or change it"
+                f" {where} returns all values"
+            )
+        self.wait(group)
+
     def open(self, group: Group, holder: int) -> None:
         """Begins to gather a sliced group, and keeps it whole for `holder`."""
         if group not in self._holders:
@@ -238,7 +254,7 @@ class Gatherer:
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        self.wanted(packed.group)
+        self.require(packed.group, packed.slot or packed.group.slots[0])
         return packed.tensor()
 
     def _end_gathers(self) -> None:

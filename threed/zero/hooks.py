@@ -3,9 +3,9 @@
     hooks = Hooks(module, units, layout, gatherer, reducer, prefetch)
     hooks.pass_ended()          after each backward, and after a forward that none follows
 
-A unit gathers all its parameters when it is called, and releases them when it returns. Any other use of a parameter, and of what autograd has saved of it, gathers
-its group (`zero.access`). In a backward a group is released when the gradients of all its parameters have come, or when
-it has not been used for a while, or at the end.
+A unit gathers all its parameters when it is called, and releases them when it returns. Any other use of a parameter,
+and of what autograd has saved of it, gathers its group (`zero.access`). In a backward a group is released when the
+gradients of all its parameters have come, or when it has not been used for a while, or at the end.
 
 Groups are gathered ahead in the order of the last pass. A wrong prediction costs its bytes and nothing else.
 """
