@@ -123,6 +123,7 @@ ACTIONS: dict[str, Action] = {
     "vector": now(lambda module, param: nn.utils.parameters_to_vector([param]).sum()),
     "product": now(lambda module, param: (torch.ones(2, WIDTH, dtype=torch.float64) @ param).sum()),
     "repr": now(lambda module, param: float(len(repr(param)) > 0)),
+    "like": now(lambda module, param: torch.zeros_like(param).sum() + param.new_ones(2).sum()),
     "shape": now(lambda module, param: param.shape[0] + param.stride(0) + param.numel() + len(param) + param.dim()),
 }  # fmt: skip
 MOMENTS = ("before", "in", "after", "gathered", "kept", "outdated")
@@ -360,7 +361,9 @@ def on_host(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def recomputed(module: nn.Module, x: Tensor) -> Tensor:
-    return torch.utils.checkpoint.checkpoint(lambda v: (v @ module.blocks[1].weight).tanh(), x, use_reentrant=False).mean()  # type: ignore[index,union-attr]
+    return torch.utils.checkpoint.checkpoint(
+        lambda v: (v @ module.blocks[1].weight).tanh(), x, use_reentrant=False
+    ).mean()  # type: ignore[index,union-attr]
 
 
 EXTRAS: dict[str, Callable[[nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
@@ -405,7 +408,9 @@ def test_parameters_that_others_refer_to() -> None:
     cases = [(extra, later, stage) for extra in EXTRAS for later in (False, True) for stage in (1, 3)]
     for case, got in zip(cases, run_ranks(2, train_extras, cases, timeout=300)[0], strict=True):
         for name, right in train_extra(Plain, *case).items():
-            torch.testing.assert_close(got[name], right, rtol=0, atol=1e-9, msg=lambda m, c=case, n=name: f"{c} {n} {m}")
+            torch.testing.assert_close(
+                got[name], right, rtol=0, atol=1e-9, msg=lambda m, c=case, n=name: f"{c} {n} {m}"
+            )
 
 
 def check_contexts() -> None:
@@ -434,11 +439,15 @@ def check_refusals() -> None:
         kept = module.blocks[1].weight.detach()
     with pytest.raises(RuntimeError, match=r"shares memory with blocks\.1\.weight.*clone"):
         kept.zero_()
-    with trainer.gathered():
+    right = trainer.weights()
+    refused = pytest.raises(RuntimeError, match=r"blocks\.2\.weight was given values of shape \[7, 6\] and")
+    with refused, trainer.gathered():
         module.blocks[2].weight.data = torch.zeros(WIDTH + 1, WIDTH, dtype=torch.float64)  # type: ignore[union-attr]
-        with pytest.raises(RuntimeError, match=r"blocks\.2\.weight was given values of shape \[7, 6\], but has shape"):
-            trainer.engine.full_state_dict()
-        module.blocks[2].weight.data = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)  # type: ignore[union-attr]
+    assert all(torch.equal(right[name], value) for name, value in trainer.weights().items())
+    with pytest.raises(RuntimeError, match=r"blocks\.2\.bias was given values of shape \[6\] and torch\.float32"):
+        with trainer.gathered():
+            module.to(torch.float32)
+    trainer.backward(trainer.forward(1))
 
 
 def test_contexts_and_refusals() -> None:

@@ -8,7 +8,7 @@ and its storage tell whether its values can be read:
     sharded     the same, but gathers it, or raises an error that names it. Its storage is one NaN that cannot be
                 written, so native code that does not ask gets NaN, never freed memory
 
-Parameters of a wrapped module that are sharded between uses stay guarded while they are gathered. So are views of them:
+Sharded parameters that other code than `threed.layers` uses stay guarded while they are gathered. So are views of them:
 after an update they refuse to be read. Autograd saves their places in a buffer, not its memory. A buffer is never freed
 while a tensor shares it: `Group.allocate` makes a new one, and Python frees the old one with its last view.
 """
@@ -35,17 +35,20 @@ PINNED = -5  # the holder of groups that stay gathered until the pass has ended
 class Access:
     """The way to one parameter's values.
 
-    wrapped: of a wrapped module, whose program may change its parameters. always: whether the parameter is guarded even
-    while its values can be read, so that views of it are. touched: whether memory was handed out that can be written
-    without the parameter's version being incremented.
+    wrapped: of a wrapped module, whose program may change its parameters. sheltered: whether the parameter is sharded
+    between uses, and code that is not of `threed.layers` uses it, which may keep views. always: whether it is guarded
+    even while its values can be read, so that views of it are. touched: whether memory was handed out that can be
+    written without the parameter's version being incremented.
     """
 
     def __init__(self, gatherer: Gatherer, group: Group, slot: Slot, wrapped: bool) -> None:
         self.gatherer, self.group, self.slot = gatherer, group, slot
-        self.own_class: type[Tensor] = type(slot.param)
+        self.own_class: type[nn.Parameter] = type(slot.param)
         if wrapped and self.own_class is nn.Parameter:
             self.own_class = WatchedParameter
-        self.wrapped, self.always = wrapped, wrapped and group.sliced
+        ours = all(type(owner).__module__.startswith("threed.layers.") for owner, _ in slot.places)
+        self.sheltered = group.sliced and (wrapped or not ours)
+        self.always = self.sheltered
         self.touched = False
         slot.param.access = self  # type: ignore[attr-defined]
         self.guard(group.sliced)
@@ -57,7 +60,7 @@ class Access:
 
     def watch(self, on: bool) -> None:
         """Guards the parameter, and views that are taken of it, while its values can be read, or ends that."""
-        self.always = on or (self.wrapped and self.group.sliced)
+        self.always = on or self.sheltered
         self.guard(False)
 
     def require(self) -> None:
@@ -129,8 +132,9 @@ _METADATA: set[Any] = {
     *_accessors("grad", "__delete__"),
     *_methods("size dim ndimension numel nelement element_size is_floating_point is_complex is_signed get_device"),
     *_methods("requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __hash__ __len__"),
-    *_methods("is_same_size is_shared is_inference"),
+    *_methods("is_same_size is_shared is_inference new_empty new_zeros new_ones new_full new_tensor"),
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference, torch.is_same_size,
+    torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
 }  # fmt: skip
 # Functions that hand out memory, which may then be written without the parameter's version being incremented.
 _EXPORTS: set[Any] = {
@@ -184,7 +188,7 @@ def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
     sharded = [access for access in accesses if access.group.sliced]
     if not (sharded and torch.is_grad_enabled()):
         return nullcontext()
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         for access in sharded:
             access.gatherer.open(access.group, PINNED)
         return nullcontext()
@@ -270,7 +274,7 @@ class AbsentParameter(GuardedParameter):
 
 
 @functools.cache
-def _combined(kind: type[GuardedParameter], own: type[Tensor]) -> type[Tensor]:
+def _combined(kind: type[GuardedParameter], own: type[nn.Parameter]) -> type[nn.Parameter]:
     """Returns the guarded class for parameters of a class.
 
     `torch.func` hands parameters to native code that does not ask: as nodes of its trees absent ones are asked here.

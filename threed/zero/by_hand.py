@@ -46,11 +46,12 @@ class Changes:
 
     def _settle(self, group: Group, slot: Slot) -> None:
         """Copies values outside the buffer into it, and points the parameter at the buffer again."""
-        param, shape = slot.param, slot.shape
-        if param.shape != shape:
+        param = slot.param
+        got, has = ([*param.shape], param.dtype), ([*slot.shape], group.params.dtype)
+        if got != has:
             raise RuntimeError(
-                f"{slot.spec.name} was given values of shape {list(param.shape)}, but has shape {list(shape)}: build a"
-                " new engine to change the shape of a parameter"
+                f"{slot.spec.name} was given values of shape {got[0]} and {got[1]}, but has shape {has[0]} and {has[1]}:"
+                " build a new engine to change the shape or the format of a parameter"
             )
         place = group.view(slot, group.params)
         if param.data_ptr() == place.data_ptr():

@@ -185,10 +185,15 @@ class Gatherer:
             self.close(group, unit)
 
     def release_all(self) -> None:
-        """Frees all sliced parameters."""
+        """Frees all sliced parameters; then raises the first error that this met."""
+        errors = []
         for group in list(self._holders):
-            self._holders[group].clear()
-            self._free(group)
+            try:
+                self._free(group)
+            except RuntimeError as error:  # a parameter was given values that it cannot have
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     # -------------------------------------------------------------------------------------------------------- one group
 
@@ -325,8 +330,10 @@ class Gatherer:
     def _free(self, group: Group) -> None:
         self.wait(group)  # a gather in flight still writes into it
         del self._holders[group]
-        self.leaving(group)
-        del self.places[storage_of(group.params)]
-        group.free()
-        for slot in group.slots:
-            self.accesses[slot].guard(True)
+        try:
+            self.leaving(group)
+        finally:
+            del self.places[storage_of(group.params)]
+            group.free()
+            for slot in group.slots:
+                self.accesses[slot].guard(True)

@@ -73,7 +73,8 @@ class _Hook:
     @torch.compiler.disable
     def before(self, module: nn.Module, args: Any) -> None:
         if module is self.module:
-            module._forward_hooks.move_to_end(self.after_id)  # hooks that the user has added may use parameters
+            hooks: Any = module._forward_hooks
+            hooks.move_to_end(self.after_id)  # hooks that the user has added may use parameters
             self.hooks.enter(self.unit)
             if any(part._compiled_call_impl or isinstance(part, OptimizedModule) for part in module.modules()):
                 # Compiled code reads parameters, and lets autograd save them, without calling functions of torch.
