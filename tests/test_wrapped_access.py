@@ -345,37 +345,59 @@ class Scaled(torch.autograd.Function):
         return dy @ ctx.turned, x.t() @ dy
 
 
-def penalty(module: nn.Module, x: Tensor) -> Tensor:
+def penalty(module: Any, x: Tensor) -> Tensor:
     """The square of a gradient, by torch.func: no hooks on saved tensors are allowed there."""
-    gradient = torch.func.grad(lambda row: module.blocks[2](module.blocks[1](row).tanh()).sum())(x)  # type: ignore[index]
+    gradient = torch.func.grad(lambda row: module.blocks[2](module.blocks[1](row).tanh()).sum())(x)
     return gradient.square().mean()
 
 
-def tangent(module: nn.Module, x: Tensor) -> Tensor:
-    return torch.func.jvp(lambda v: module.blocks[1](v).tanh(), (x,), (torch.ones_like(x),))[1].mean()  # type: ignore[index]
+def tangent(module: Any, x: Tensor) -> Tensor:
+    return torch.func.jvp(lambda v: module.blocks[1](v).tanh(), (x,), (torch.ones_like(x),))[1].mean()
 
 
-def on_host(module: nn.Module, x: Tensor) -> Tensor:
+def on_host(module: Any, x: Tensor) -> Tensor:
     with torch.autograd.graph.save_on_cpu():
-        return (x @ module.blocks[1].weight).tanh().mean()  # type: ignore[index,union-attr]
+        return (x @ module.blocks[1].weight).tanh().mean()
 
 
-def recomputed(module: nn.Module, x: Tensor) -> Tensor:
+def recomputed(module: Any, x: Tensor) -> Tensor:
     return torch.utils.checkpoint.checkpoint(
         lambda v: (v @ module.blocks[1].weight).tanh(), x, use_reentrant=False
-    ).mean()  # type: ignore[index,union-attr]
+    ).mean()
 
 
-EXTRAS: dict[str, Callable[[nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
-    "closure": lambda module: (lambda w: lambda _, x: (x @ w).mean())(module.blocks[1].weight),  # type: ignore[index]
-    "partial": lambda module: (lambda f: lambda _, x: f(x).mean())(functools.partial(F.linear, weight=module.blocks[0].weight)),  # type: ignore[index]
-    "helper": lambda module: (lambda f: lambda _, x: f(x).mean())(Holder(module.blocks[2].weight)),  # type: ignore[index]
-    "list": lambda module: (lambda ws: lambda _, x: sum((x @ w).mean() for w in ws[0]))([list(module.parameters())[::2]]),
-    "function": lambda module: (lambda w: lambda _, x: Scaled.apply(x, w).tanh().mean())(module.blocks[1].weight),  # type: ignore[index]
-    "penalty": lambda module: penalty,
-    "tangent": lambda module: tangent,
-    "on host": lambda module: on_host,
-    "recomputed": lambda module: recomputed,
+Term = Callable[[Any, Tensor], Tensor]
+
+
+def captured(module: Any) -> Term:
+    weight = module.blocks[1].weight
+    return lambda _, x: (x @ weight).mean()
+
+
+def partial(module: Any) -> Term:
+    bound = functools.partial(F.linear, weight=module.blocks[0].weight)
+    return lambda _, x: bound(x).mean()
+
+
+def helped(module: Any) -> Term:
+    helper = Holder(module.blocks[2].weight)
+    return lambda _, x: helper(x).mean()
+
+
+def listed(module: Any) -> Term:
+    weights = {"all": [list(module.parameters())[::2]]}
+    return lambda _, x: torch.stack([(x @ weight).mean() for weight in weights["all"][0]]).sum()
+
+
+def in_a_function(module: Any) -> Term:
+    weight = module.blocks[1].weight
+    return lambda _, x: Scaled.apply(x, weight).tanh().mean()
+
+
+EXTRAS: dict[str, Callable[[Any], Term]] = {
+    "closure": captured, "partial": partial, "helper": helped, "list": listed, "function": in_a_function,
+    "penalty": lambda _: penalty, "tangent": lambda _: tangent, "on host": lambda _: on_host,
+    "recomputed": lambda _: recomputed,
 }  # fmt: skip
 
 
@@ -444,9 +466,9 @@ def check_refusals() -> None:
     with refused, trainer.gathered():
         module.blocks[2].weight.data = torch.zeros(WIDTH + 1, WIDTH, dtype=torch.float64)  # type: ignore[union-attr]
     assert all(torch.equal(right[name], value) for name, value in trainer.weights().items())
-    with pytest.raises(RuntimeError, match=r"blocks\.2\.bias was given values of shape \[6\] and torch\.float32"):
-        with trainer.gathered():
-            module.to(torch.float32)
+    refused = pytest.raises(RuntimeError, match=r"blocks\.2\.bias was given values of shape \[6\] and torch\.float32")
+    with refused, trainer.gathered():
+        module.to(torch.float32)
     trainer.backward(trainer.forward(1))
 
 

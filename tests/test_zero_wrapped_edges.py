@@ -298,7 +298,7 @@ def test_loaded_weights_are_used_at_once() -> None:
 
 
 def check_outside() -> None:
-    """Outside a forward sharded parameters have a shape and a device, but no values; they stay the objects they were."""
+    """Outside a forward sharded parameters have a shape and a device, but no values; they stay the same objects."""
     torch.manual_seed(0)
     module = Net().double()
     before = dict(module.named_parameters())

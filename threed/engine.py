@@ -97,10 +97,8 @@ class Engine:
         self.faults = Faults([flag.what for flag in self.flags], topology.device)
         module = self.wrapped and self.wrapped.module
         self.buffers = buffers.build(layers, blueprint.cut, topology, blueprint.again, module)
-        self.gatherer = Gatherer(
-            self.layout, setup.gather_axis(config, topology, self.layout.policy), self.wrapped is not None
-        )
         wire, dynamic = setup.wire(config.precision), self.wrapped is not None
+        self.gatherer = Gatherer(self.layout, setup.gather_axis(config, topology, self.layout.policy), dynamic)
         self.reducer = Reducer(self.layout, wire, dynamic, blueprint.layer_major)
         self.optimizer = Optimizer(
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),

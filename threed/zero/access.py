@@ -18,18 +18,31 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-if TYPE_CHECKING:
-    from threed.zero.gather import Gatherer
-    from threed.zero.layout import Group, Slot
-
+from threed.zero.layout import Group, Slot
 
 PINNED = -5  # the holder of groups that stay gathered until the pass has ended
+
+
+class Gatherer(Protocol):
+    """What gathers the parameters: `threed.zero.gather.Gatherer`."""
+
+    version: int  # of the sharded parameters' values
+    saving: saved_tensors_hooks  # in which autograd saves their places
+
+    def wait_for(self, slot: Slot) -> None: ...
+
+    def require(self, group: Group, slot: Slot) -> None: ...
+
+    def is_open(self, group: Group) -> bool: ...
+
+    def open(self, group: Group, holder: int) -> None: ...
 
 
 class Access:
