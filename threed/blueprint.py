@@ -134,7 +134,7 @@ class Blueprint:
             raise ConfigError(
                 [f"--parallel.schedule {pipeline.schedule} with a wrapped module: build it from threed.layers"]
             )
-        if wrapped and (problems := find_problems(wrapped.module, topology.dp, config.zero.stage)):
+        if wrapped and (problems := find_problems(wrapped.module, topology.dp)):
             raise ConfigError(problems)
         laid_out = layout.build(units, ties, topology, setup.policy(config, topology, cut.ways), chunks)
         setup.size_buffers(laid_out, config, len(setup.rule(config.optim).state_names))

@@ -45,7 +45,7 @@ from threed.precision import LossScale
 from threed.resolution import resolve
 from threed.sharding import Box, Piece, initial
 from threed.topology import Topology
-from threed.zero import agreement, records, replicas, setup, table
+from threed.zero import agreement, records, replicas, setup
 from threed.zero.asynchronous import Asynchronous
 from threed.zero.by_hand import Changes
 from threed.zero.gather import BY_HAND, Gatherer
@@ -98,8 +98,8 @@ class Engine:
         self.faults = Faults([self.batches.empty, *flags], topology.device, warns=topology.rank == 0)
         module = self.wrapped and self.wrapped.module
         self.buffers = buffers.build(layers, blueprint.cut, topology, blueprint.again, module)
-        self.gatherer = Gatherer(self.layout, setup.gather_axis(config, topology, self.layout.policy))
         wire, dynamic = setup.wire(config.precision), self.wrapped is not None
+        self.gatherer = Gatherer(self.layout, setup.gather_axis(config, topology, self.layout.policy), dynamic)
         self.reducer = Reducer(self.layout, wire, dynamic, blueprint.layer_major)
         self.optimizer = Optimizer(
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
@@ -143,7 +143,6 @@ class Engine:
 
     def _hook_up(self, mine: list[nn.Module]) -> Hooks | None:
         if self.wrapped is None:
-            table.install((m for layer in mine for m in layer.modules()), self.layout, self.gatherer)
             return None
         self.wrapped.initialised(self.topology.device, self.batches.dtype)
         self.reducer.unused = self.optimizer.unused = Unused(self.layout, self.optimizer.updates)
@@ -297,7 +296,8 @@ class Engine:
         self.optimizer.settle()
         self.gatherer.open_all(BY_HAND)
         try:
-            yield module
+            with self.gatherer.watching():
+                yield module
         finally:
             self._take_in()
 

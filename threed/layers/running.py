@@ -80,7 +80,7 @@ def may_run(module: Any, *kinds: type[nn.Module]) -> bool:
         or module._buffers or module._compiled_call_impl or "forward" in module.__dict__
         or any(isinstance(module.__dict__.get(name), Tensor) for name in ("weight", "bias"))
     )  # fmt: skip
-    if around or not all(map(goes_to_sink, dict.values(module._parameters))):
+    if around or not all(map(goes_to_sink, module._parameters.values())):
         return False
     return bool(getattr(module, "can_run", lambda: True)())
 
@@ -97,12 +97,12 @@ def watched() -> bool:
 def shares(shared: Set[Any], *modules: nn.Module) -> bool:
     """Returns whether some of these modules' parameters are shared. Through autograd all uses of a norm or of a bias
     behind a sum arrive as one gradient, on a tape one by one; reductions count them."""
-    return not all(shared.isdisjoint(dict.values(module._parameters)) for module in modules)
+    return not all(shared.isdisjoint(module._parameters.values()) for module in modules)
 
 
 def held(module: nn.Module, name: str) -> Tensor | None:
-    """Returns a parameter of a module's, which need not be whole (`zero.table`): its values must not be read."""
-    return dict.get(module._parameters, name)
+    """Returns a parameter of a module's, which need not be gathered: its values must not be read."""
+    return module._parameters.get(name)
 
 
 def goes_to_sink(param: Tensor | None) -> bool:

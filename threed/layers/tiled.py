@@ -69,19 +69,9 @@ def add_weight(module: nn.Module, spec: ShardSpec, shape: Span, tiles: int) -> N
 
 def tiles_of(module: nn.Module) -> tuple[Tensor, ...]:
     """Returns the tiles of a module's weight in order, or the one weight."""
-    return tuple(_held(module, name) for name in list(module._parameters) if name.startswith("weight"))
-
-
-def _held(module: nn.Module, name: str) -> Tensor:
-    """Returns a parameter of a module, even while it is not gathered.
-
-    `threed.zero.table` replaces a sliced parameter by a stand-in on the meta device. The layer needs the tile itself,
-    to gather it: it reads the underlying dict.
-    """
-    shown, held = module._parameters[name], dict.__getitem__(module._parameters, name)
-    found = shown if held is None or tile_gatherer_of(held) is None else held
-    assert found is not None
-    return found
+    return tuple(
+        weight for name, weight in module._parameters.items() if name.startswith("weight") and weight is not None
+    )
 
 
 @contextmanager

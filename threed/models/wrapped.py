@@ -204,20 +204,8 @@ def check(module: nn.Module) -> None:
             raise ValueError(f"{name} is {param.dtype}: only real floating-point parameters can be trained or sliced")
 
 
-def find_references(module: nn.Module) -> list[str]:
-    """Attributes that refer to parameters beside the table of parameters: lists, tuples and dicts of them."""
-    found = []
-    for name, owner in module.named_modules():
-        for key, value in owner.__dict__.items():
-            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-            beside = key not in ("_parameters", "_buffers", "_modules", "_flat_weights")  # an LSTM reads its own anew
-            if beside and any(isinstance(item, nn.Parameter) for item in items):
-                found.append(f"{name}.{key}" if name else key)
-    return found
-
-
-def find_problems(module: nn.Module, data_ranks: int, stage: int) -> list[str]:
-    """What of a module is not right on so many data ranks under a ZeRO stage, with what to do."""
+def find_problems(module: nn.Module, data_ranks: int) -> list[str]:
+    """What of a module is not right on so many data ranks, with what to do."""
     kinds, problems = (nn.Embedding, nn.EmbeddingBag), []
     renorm = [name for name, m in module.named_modules() if isinstance(m, kinds) and m.max_norm is not None]
     if renorm and data_ranks > 1:
@@ -225,8 +213,6 @@ def find_problems(module: nn.Module, data_ranks: int, stage: int) -> list[str]:
             f"{', '.join(renorm)}: an embedding with max_norm: each data rank would change the rows it sees only;"
             " normalise rows in the forward, or use one data rank"
         )
-    if stage == 3 and (beside := find_references(module)):
-        problems.append(f"--zero.stage 3: {', '.join(beside)} refer to parameters that will be slices; use stage 2")
     return problems
 
 
@@ -235,9 +221,10 @@ def stays_wide(owner: nn.Module, key: str) -> bool:
     return "inv_freq" in key and type(owner).__module__.startswith("transformers.")
 
 
-def refuse_loading(*_: Any) -> None:
-    """A wrapped module's own `load_state_dict` would miss slices and masters."""
-    raise RuntimeError("the engine has this module's weights: use Engine.load_full_state_dict, or Engine.load")
+def refuse_loading(module: nn.Module, *_: Any) -> None:
+    """A wrapped module's own `load_state_dict` would miss slices and masters; a copy of the module may use its."""
+    if any("access" in param.__dict__ for param in module.parameters()):
+        raise RuntimeError("the engine has this module's weights: use Engine.load_full_state_dict, or Engine.load")
 
 
 def is_meta(modules: Sequence[nn.Module]) -> bool:

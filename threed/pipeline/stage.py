@@ -90,7 +90,7 @@ class Again:
 def _at_several_places(layers: Sequence[nn.Module]) -> frozenset[Tensor]:
     """The parameters that layers or their parts have more than once; without reading those that are not whole."""
     places = [part for layer in layers for _, part in layer.named_modules(remove_duplicate=False)]
-    found = Counter(param for part in places for param in dict.values(part._parameters) if param is not None)
+    found = Counter(param for part in places for param in part._parameters.values() if param is not None)
     return frozenset(param for param, count in found.items() if count > 1)
 
 
@@ -273,7 +273,7 @@ class Stage:
     def _refuse_untrained(self, unit: int, x: Any) -> None:
         """Raises RuntimeError for a loss without a graph, unless there is nothing here that it could have trained."""
         inside = [part for layer in self.layers for part in layer.modules()]
-        params = [param for part in inside for param in dict.values(part._parameters) if param is not None]
+        params = [param for part in inside for param in part._parameters.values() if param is not None]
         if any(part.requires_grad for part in (*tensors(x), *params)):
             layer = self._layer(unit)
             what = f"{getattr(layer, 'name', f'layer {unit}')} ({type(getattr(layer, 'module', layer)).__name__})"

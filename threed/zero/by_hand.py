@@ -10,32 +10,12 @@ copied into the flat buffer; a separate master weight takes over values that dif
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
 
 from threed.zero.gather import Gatherer
-from threed.zero.layout import Bucket, Group, Layout, Slot
+from threed.zero.layout import Bucket, Group, Layout, Slot, point
 from threed.zero.optimizer import Optimizer
 from threed.zero.state import WEIGHT, State, store_all
-
-
-class Watched(nn.Parameter):
-    """A parameter that records accesses to `.data`, because changes through it do not increment the version."""
-
-    touched = False
-
-    @property
-    def data(self) -> Any:
-        """The tensor's data, as of any tensor; reading or setting it marks the parameter as touched."""
-        self.touched = True
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
-
-    @data.setter
-    def data(self, values: Tensor) -> None:
-        self.touched = True
-        Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
 
 
 class Changes:
@@ -47,37 +27,43 @@ class Changes:
         self._apart = {state.bucket: state for state in optimizer.states if not state.shared}
         self._to_masters: dict[State, Slot] = {}  # states whose parameters are newer, with one of these
         for slot in layout.slots:
-            if type(slot.param) is nn.Parameter:
-                slot.param.__class__ = Watched
             self._note(slot)
         gatherer.leaving = self._leaving
 
     def _note(self, slot: Slot) -> None:
         self._versions[slot] = slot.param._version
-        slot.param.touched = False  # type: ignore[attr-defined]
+        self.gatherer.accesses[slot].touched = False
 
     def _changed(self, group: Group) -> list[Slot]:
         """Returns the group's changed parameters, after copying their values into its buffer."""
-        found = [s for s in group.slots if s.param.touched or s.param._version != self._versions[s]]  # type: ignore[attr-defined]
-        for slot in found:
-            self._settle(group, slot)
-            self._note(slot)
+        with torch._C.DisableTorchFunctionSubclass():
+            accesses = self.gatherer.accesses
+            found = [s for s in group.slots if accesses[s].touched or s.param._version != self._versions[s]]
+            for slot in found:
+                self._settle(group, slot)
+                self._note(slot)
         return found
 
     def _settle(self, group: Group, slot: Slot) -> None:
         """Copies values outside the buffer into it, and points the parameter at the buffer again."""
-        place, param = group.view(slot, group.params), slot.param
+        param = slot.param
+        got, has = ([*param.shape], param.dtype), ([*slot.shape], group.params.dtype)
+        if got != has:
+            raise RuntimeError(
+                f"{slot.spec.name} was given values of shape {got[0]} and {got[1]}, but has shape {has[0]} and"
+                f" {has[1]}: build a new engine to change the shape or the format of a parameter"
+            )
+        place = group.view(slot, group.params)
         if param.data_ptr() == place.data_ptr():
             return
-        if param.shape != place.shape:
-            raise RuntimeError(f"{slot.spec.name}: got values of shape {list(param.shape)}, it has {list(place.shape)}")
         self.gatherer.wait_for(slot)
         place.copy_(param.detach())
-        param.data = place.data
+        point(param, place)
 
     def _leaving(self, group: Group) -> None:
         """Stores this rank's slices of changed parameters, before the group's memory is freed."""
         changed = self._changed(group)
+        self.gatherer.version += bool(changed)
         for bucket in group.buckets if changed else ():
             staged = bucket.storage.empty()
             staged.values.copy_(group.params[bucket.own_first : bucket.own_last])
@@ -119,7 +105,7 @@ class Changes:
 def _check_places(group: Group) -> None:
     for slot in group.slots:
         for owner, attribute in slot.places:
-            if dict.get(owner._parameters, attribute) is not slot.param:
+            if owner._parameters.get(attribute) is not slot.param:
                 raise RuntimeError(
                     f"{slot.spec.name} was replaced by another parameter, or removed, after the engine was made: change"
                     " its values in place (param.copy_) instead"

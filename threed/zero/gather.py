@@ -8,8 +8,8 @@
 
 Parameters that stay whole (stages 1 and 2, small ones under stage 3) are gathered once, when they are published; this
 overlaps with the beginning of the next forward, and `ready` waits for it. Sliced parameters (stage 3) are gathered at
-every use. A group's memory is freed and allocated again, while the tensors that are views of it stay: parameters, and
-what autograd has saved of them.
+every use, into a new buffer. The parameters stay the same objects (`zero.access`); autograd, which saves parameters and
+not their memory, finds them in the next buffer.
 
 Slices may be offloaded (`threed.memory.tiers`). Then a gather has two phases, both overlapped with the unit before:
 reading this rank's slices, and the all-gather, which begins when the next group is requested.
@@ -17,18 +17,38 @@ reading this rank's slices, and the all-gather, which begins when the next group
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from threed import collectives
 from threed.collectives import Pending
 from threed.device import beside, copy_stream, current_stream
 from threed.memory.tiers import InMemory, StagedBuffer
 from threed.topology import Axis
+from threed.zero.access import Access, storage_of, undisturbed
 from threed.zero.layout import Bucket, Group, Layout, Slot
 
 TILE, BY_HAND = -3, -4  # holders beside units, which are numbers >= 0: a tile's layer; `Engine.gathered`
+
+
+class Saved:
+    """A saved tensor that is a view of a group's buffer, or a parameter that was not gathered."""
+
+    def __init__(self, group: Group, slot: Slot | None, tensor: Tensor) -> None:
+        self.group, self.slot, self.dtype = group, slot, tensor.dtype
+        self.place = (tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def tensor(self) -> Tensor:
+        """Returns it as a view of the buffer that the group is gathered into now."""
+        buffer = self.group.params
+        if self.slot is not None:
+            return self.group.view(self.slot, buffer)
+        return buffer.view(self.dtype).as_strided(*self.place)
 
 
 class GatheredTile:
@@ -54,11 +74,19 @@ class GatheredTile:
 class Gatherer:
     """Gathers the groups of a layout.
 
-    axis: the shard group with a second communicator, since gathers and reductions have no common order.
+    axis: the shard group with a second communicator, since gathers and reductions have no common order. wrapped:
+    whether the parameters are a wrapped module's, which anybody may read and change.
     """
 
-    def __init__(self, layout: Layout, axis: Axis) -> None:
-        self.layout, self.axis = layout, axis
+    def __init__(self, layout: Layout, axis: Axis, wrapped: bool = False) -> None:
+        self.layout, self.axis, self.wrapped = layout, axis, wrapped
+        self.accesses = {slot: Access(self, group, slot, wrapped) for group in layout.groups for slot in group.slots}
+        self.places: dict[int, tuple[Group, Slot | None]] = {}  # by storage: of a group's buffer, of a placeholder
+        for group in layout.groups:
+            for slot in group.slots if group.sliced else ():
+                self.places[storage_of(slot.placeholder)] = (group, slot)
+        self.saving = saved_tensors_hooks(self._pack, self._unpack)
+        self.version = 0  # of the sharded parameters' values: incremented when they change
         self._published: dict[Bucket, Pending] = {}  # gathers of what stays whole
         self._buckets_of_unit: dict[int, list[Bucket]] = {}
         self._buckets_of_slot: dict[Slot, list[Bucket]] = {}
@@ -70,6 +98,7 @@ class Gatherer:
             drive.make_room = self._end_gathers
         self._number = {group: number for number, group in enumerate(layout.groups)}
         self.leaving: Callable[[Group], None] = lambda group: None  # called before a group's memory is freed
+        self.wanted: Callable[[Group], None] = lambda group: None  # called when a parameter of a group is used
         self.behind = False  # passes read the version of parameters before the one that is gathered
         self.order = 0  # a hash of which groups were gathered, in which order: all ranks must have the same
         for group in layout.groups:
@@ -88,6 +117,7 @@ class Gatherer:
     def publish(self, bucket: Bucket) -> None:
         """Begins to gather the other ranks' slices of a bucket, if its parameters stay whole, and this rank's slice is:
         else `complete` does it."""
+        self.version += bucket.group.sliced
         if bucket.group.holders.size == 1:
             self._publish(bucket)
 
@@ -110,6 +140,8 @@ class Gatherer:
         if not group.sliced and group.shard.size > 1 and bucket.own is not None:
             window = group.params[bucket.first : bucket.last]
             self._published[bucket] = collectives.start_all_gather(bucket.own, self.axis, out=window)
+            for slot in bucket.slots():
+                self.accesses[slot].guard(True)
 
     def wait_for(self, slot: Slot) -> None:
         """Waits until one parameter that stays whole is gathered."""
@@ -124,6 +156,9 @@ class Gatherer:
         for bucket in buckets:
             if bucket in self._published:
                 self._published.pop(bucket).wait()
+                for slot in bucket.slots():
+                    if self._published.keys().isdisjoint(self._buckets_of_slot[slot]):
+                        self.accesses[slot].guard(False)
 
     # ------------------------------------------------------------------------------------------------ sliced parameters
 
@@ -150,10 +185,15 @@ class Gatherer:
             self.close(group, unit)
 
     def release_all(self) -> None:
-        """Frees all sliced parameters."""
+        """Frees all sliced parameters; then raises the first error that this met."""
+        errors = []
         for group in list(self._holders):
-            self._holders[group].clear()
-            self._free(group)
+            try:
+                self._free(group)
+            except RuntimeError as error:  # a parameter was given values that it cannot have
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     # -------------------------------------------------------------------------------------------------------- one group
 
@@ -164,6 +204,21 @@ class Gatherer:
     def is_open(self, group: Group) -> bool:
         """Returns whether a sliced group is whole, or in flight."""
         return group in self._holders
+
+    def require(self, group: Group, slot: Slot) -> None:
+        """Waits until a sliced group is whole, after gathering it if the program is where that can be done on all
+        ranks; RuntimeError naming the parameter elsewhere."""
+        self.wanted(group)
+        if not self.is_open(group):
+            where = (
+                "in its module's forward, or between steps inside `with engine.gathered():`; engine.full_state_dict()"
+                if self.wrapped else "in the layer that registers it; engine.full_state_dict()"
+            )  # fmt: skip
+            raise RuntimeError(
+                f"{slot.spec.name} is sharded (ZeRO stage 3), and its values are not in memory here: read or change it"
+                f" {where} returns all values"
+            )
+        self.wait(group)
 
     def open(self, group: Group, holder: int) -> None:
         """Begins to gather a sliced group, and keeps it whole for `holder`."""
@@ -177,10 +232,35 @@ class Gatherer:
         self._holders[group].add(holder)
 
     def open_all(self, holder: int) -> None:
-        """Begins to gather all sliced groups, and keeps them whole for `holder`."""
-        for group in self.layout.groups:
-            if group.sliced:
-                self.open(group, holder)
+        """Gathers all sliced groups, and keeps them whole for `holder`."""
+        sliced = [group for group in self.layout.groups if group.sliced]
+        for group in sliced:
+            self.open(group, holder)
+        for group in sliced:
+            self.wait(group)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Guards all parameters, and views that are taken of them, inside the block."""
+        for access in self.accesses.values():
+            access.watch(True)
+        try:
+            yield
+        finally:
+            for access in self.accesses.values():
+                access.watch(False)
+
+    @torch.compiler.disable
+    def _pack(self, tensor: Tensor) -> Any:
+        place = self.places.get(storage_of(tensor))
+        return tensor if place is None else Saved(*place, tensor)
+
+    @torch.compiler.disable
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        self.require(packed.group, packed.slot or packed.group.slots[0])
+        return packed.tensor()
 
     def _end_gathers(self) -> None:
         """Waits for all gathers, also of groups not used yet, so that the buffers of their slices are released."""
@@ -191,8 +271,10 @@ class Gatherer:
     def _exchange(self) -> None:
         """Begins the all-gather of every group whose slices are being read: in the same order on all ranks."""
         for group in list(self._reading):
-            group.allocate()
-            self._gathering[group] = [self._gather(bucket, staged) for bucket, staged in self._reading.pop(group)]
+            with undisturbed():
+                group.allocate()
+                self.places[storage_of(group.params)] = (group, None)
+                self._gathering[group] = [self._gather(bucket, staged) for bucket, staged in self._reading.pop(group)]
 
     def _gather(self, bucket: Bucket, staged: StagedBuffer) -> Pending:
         window, own = bucket.group.params[bucket.first : bucket.last], staged.wait()
@@ -230,8 +312,12 @@ class Gatherer:
         """Waits for the gather of a group."""
         if group in self._reading:
             self._exchange()
-        for pending in self._gathering.pop(group, ()):
-            pending.wait()
+        if group in self._gathering:
+            with undisturbed():
+                for pending in self._gathering.pop(group):
+                    pending.wait()
+            for slot in group.slots:
+                self.accesses[slot].guard(False)
 
     def close(self, group: Group, holder: int) -> None:
         """Frees a sliced group if `holder` was the last one."""
@@ -244,5 +330,10 @@ class Gatherer:
     def _free(self, group: Group) -> None:
         self.wait(group)  # a gather in flight still writes into it
         del self._holders[group]
-        self.leaving(group)
-        group.free()
+        try:
+            self.leaving(group)
+        finally:
+            del self.places[storage_of(group.params)]
+            group.free()
+            for slot in group.slots:
+                self.accesses[slot].guard(True)

@@ -3,11 +3,9 @@
     hooks = Hooks(module, units, layout, gatherer, reducer, prefetch)
     hooks.pass_ended()          after each backward, and after a forward that none follows
 
-A parameter is used in two ways, and the hooks see both. In a forward it is read as an attribute of its module: the
-module's table of parameters gathers it then, wherever that happens; a unit gathers all its parameters when it is
-called, and releases them when it returns. In a backward autograd unpacks what it saved: saved tensors that are views of
-a gathered buffer are packed with their group, which is gathered again before they are returned. A group is released
-when the gradients of all its parameters have come, or when it has not been used for a while, or at the end.
+A unit gathers all its parameters when it is called, and releases them when it returns. Any other use of a parameter,
+and of what autograd has saved of it, gathers its group (`zero.access`). In a backward a group is released when the
+gradients of all its parameters have come, or when it has not been used for a while, or at the end.
 
 Groups are gathered ahead in the order of the last pass. A wrong prediction costs its bytes and nothing else.
 """
@@ -19,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from threed.models.wrapped import Unit
-from threed.zero import table
+from threed.zero.access import storage_of
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Group, Layout, Slot
 from threed.zero.reducer import Reducer
@@ -60,6 +60,49 @@ class Trace:
             self._before, self._seen, self._at = self._seen, [], 0
 
 
+class _Hook:
+    """The forward hooks of a module. Copies of the module share it, and pickles have none of it: they belong to no
+    engine."""
+
+    def __init__(self, hooks: Hooks, module: nn.Module, unit: int | None) -> None:
+        self.hooks, self.module, self.unit = hooks, module, unit
+        self.saving: list[saved_tensors_hooks] = []  # of running calls
+        module.register_forward_pre_hook(self.before, prepend=True)
+        self.after_id = module.register_forward_hook(self.after, always_call=True).id
+
+    @torch.compiler.disable
+    def before(self, module: nn.Module, args: Any) -> None:
+        if module is self.module:
+            hooks: Any = module._forward_hooks
+            hooks.move_to_end(self.after_id)  # hooks that the user has added may use parameters
+            self.hooks.enter(self.unit)
+            if any(part._compiled_call_impl or isinstance(part, OptimizedModule) for part in module.modules()):
+                # Compiled code reads parameters, and lets autograd save them, without calling functions of torch.
+                self.saving.append(self.hooks.gatherer.saving)
+                self.saving[-1].__enter__()
+
+    @torch.compiler.disable
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is self.module:
+            if self.saving:
+                self.saving.pop().__exit__()
+            self.hooks.leave(output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NoHook, ()
+
+
+class _NoHook:
+    """Takes the place of `_Hook` in a pickled module."""
+
+    def before(self, module: nn.Module, args: Any) -> None: ...
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None: ...
+
+
 class Hooks:
     """Installs itself in `module` and its units."""
 
@@ -73,50 +116,38 @@ class Hooks:
         self._recent: list[Group] = []
         self._node: Any = None  # the running autograd node, and the groups it uses
         self._in_use: set[Group] = set()
-        self._saving: Any = None
-        self._group_of_storage: dict[int, Group] = {}
-        self._group_of_slot: dict[Slot, Group] = {}
+        self._sliced = [group for group in layout.groups if group.sliced]
+        self._group_of_slot = {slot: group for group in self._sliced for slot in group.slots}
         self._due: dict[Group, int] = {}
-        for group in layout.groups:
-            if group.sliced:
-                self._group_of_storage[group.params.untyped_storage()._cdata] = group
-                self._group_of_slot.update(dict.fromkeys(group.slots, group))
-        table.install(module.modules(), layout, gatherer, self.taken)
-        for number, unit in enumerate(units):
-            self._install(unit.module, number)
-        if all(unit.module is not module for unit in units):
-            self._install(module, None)
-        if self._group_of_slot:
+        if self._sliced:
+            for number, unit in enumerate(units):
+                _Hook(self, unit.module, number)
+            if all(unit.module is not module for unit in units):
+                _Hook(self, module, None)
+            gatherer.wanted = self._wanted
             reducer.listener = self._on_gradient
             reducer.gather_order = lambda: gatherer.order
 
-    def _install(self, module: nn.Module, unit: int | None) -> None:
-        module.register_forward_pre_hook(lambda *_: self._enter(unit))
-        module.register_forward_hook(lambda _, __, output: self._leave(output), always_call=True)
-
     # -------------------------------------------------------------------------------------------------------- forward
 
-    def _enter(self, unit: int | None) -> None:
-        if not self._group_of_slot:  # parameters that stay whole are waited for when they are read
-            return
-        if not self._calls and not in_backward():
-            self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-            self._saving.__enter__()
+    def enter(self, unit: int | None) -> None:
+        """Begins a module's call."""
         self._calls.append([])
         for group in self.gatherer.groups_of(unit) if unit is not None else ():
-            self.taken(group)
+            self._wanted(group)
 
-    def taken(self, group: Group) -> None:
+    def _wanted(self, group: Group) -> None:
         """Gathers a group, one of whose parameters is about to be used. Outside of a forward and a backward it gathers
-        nothing: `Engine.full_state_dict` gives the values."""
+        nothing."""
         if self._calls:
             if group not in self._calls[-1]:
                 self._calls[-1].append(group)
                 self._hold(group, len(self._calls))
-        elif in_backward():  # a recompute outside of any module
-            self._hold(group, BACKWARD)
+        elif in_backward():
+            self._use(group)
 
-    def _leave(self, output: Any) -> None:
+    def leave(self, output: Any) -> None:
+        """Ends a module's call."""
         if not self._calls:
             return
         depth, held = len(self._calls), self._calls.pop()
@@ -130,16 +161,15 @@ class Hooks:
             elif stays or group in returned:  # a recompute, whose backward follows; or where the backward begins
                 self.gatherer.open(group, BACKWARD)
             self.gatherer.close(group, depth)
-        if not self._calls and self._saving is not None:
-            self._saving.__exit__(None, None, None)
-            self._saving = None
+        if not self._calls and not in_backward():
             self.forwards.end()
 
     def _groups_in(self, output: Any) -> set[Group]:
         """Returns the groups whose parameters, or views of them, are in a module's output."""
-        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.device.type != "meta")
-        found = (self._group_of_storage.get(tensor.untyped_storage()._cdata) for tensor in tensors)
-        return {group for group in found if group is not None}
+        places = (
+            self.gatherer.places.get(storage_of(leaf)) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)
+        )
+        return {place[0] for place in places if place is not None}
 
     def _hold(self, group: Group, holder: int) -> None:
         """Gathers a group, and begins to gather those predicted next."""
@@ -151,17 +181,6 @@ class Hooks:
             self.gatherer.open(other, AHEAD)
 
     # ------------------------------------------------------------------------------------------------------- backward
-
-    def _pack(self, tensor: Tensor) -> Any:
-        group = self._group_of_storage.get(tensor.untyped_storage()._cdata)
-        return tensor if group is None else (group, tensor)
-
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        group, tensor = packed
-        self._use(group)
-        return tensor
 
     def _use(self, group: Group) -> None:
         """Gathers a group in a backward; the groups that the running node uses stay whole."""

@@ -57,7 +57,8 @@ class Slot:
     """A parameter and its place in its group: elements [first, last) of the flat buffer.
 
     places: the modules and attributes that hold it, one for each use. units: the numbers of the units (layers) that use
-    it. varies: whether one of these declares that it does not always run equally often.
+    it. varies: whether one of these declares that it does not always run equally often. placeholder: what a sharded
+    parameter's values are while they are not gathered.
     """
 
     param: nn.Parameter
@@ -67,6 +68,11 @@ class Slot:
     varies: bool = False
     first: int = 0
     last: int = 0
+    shape: torch.Size = field(init=False)
+    placeholder: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.shape = self.param.shape
 
     def settle(self, storage: Tensor) -> None:
         """Points the parameter at its view of a flat buffer, in every place that holds it.
@@ -76,7 +82,7 @@ class Slot:
         # `.data` has a version counter of its own. Otherwise the gather of another bucket of the same buffer, when it
         # ends during the forward, makes autograd believe that a weight it has saved was changed.
         if self.param.device.type != "meta":
-            self.param.data = storage.data
+            point(self.param, storage)
             return
         self.param = attach(nn.Parameter(storage.data, self.param.requires_grad), self.spec)
         for module, attribute in self.places:
@@ -151,9 +157,9 @@ class Group:
     shard: the axis S that slices are spread over. sums: the axes a slice's gradient is summed over after that.
     holders: the pipeline ranks that each update a portion of the same slice; the last of `sums` if they are several.
     copies: the axes over which ranks hold the same portion.
-    params: the buffer; that of a sliced group has memory only while it is gathered. previous: that of the version
-    before, where there are two; else the same. grads: all gradients, in their
-    dtype, where they are kept in full, else [0].
+    params: the buffer; of a sliced group a new one for every gather, and [0] in between. previous: the buffer of the
+    version before, where there are two; else the same. grads: all gradients, in their dtype, where they are kept in
+    full, else [0].
     """
 
     key: GroupKey
@@ -192,15 +198,20 @@ class Group:
 
     def view(self, slot: Slot, buffer: Tensor) -> Tensor:
         """Returns the parameter's part of a flat buffer, in its shape."""
-        return buffer[slot.first : slot.last].view(slot.param.shape)
+        return buffer[slot.first : slot.last].view(slot.shape)
 
     def allocate(self) -> None:
-        """Allocates the memory of `params`; its values are undefined."""
-        self.params.untyped_storage().resize_(self.numel * self.params.element_size())
+        """Allocates `params`, whose values are undefined, and points the parameters into it."""
+        self.params = torch.empty(self.numel, dtype=self.params.dtype, device=self.params.device)
+        for slot in self.slots:
+            point(slot.param, self.view(slot, self.params))
 
     def free(self) -> None:
-        """Frees the memory of `params`; its views stay, and are valid again after `allocate`."""
-        self.params.untyped_storage().resize_(0)
+        """Lets go of `params`; its memory is freed once nobody else has a view of it. The parameters are NaN then."""
+        self.params = self.params.new_empty(0)
+        for slot in self.slots:
+            assert slot.placeholder is not None
+            point(slot.param, slot.placeholder)
 
 
 @dataclass(eq=False)
@@ -241,6 +252,12 @@ class HasModules(Protocol):
     """A unit: a layer, or some modules of a wrapped one."""
 
     def modules(self) -> Iterator[nn.Module]: ...
+
+
+def point(param: nn.Parameter, values: Tensor) -> None:
+    """Points a parameter at other values; the object and its autograd history stay."""
+    with torch._C.DisableTorchFunctionSubclass():
+        Tensor.data.__set__(param, values.data)  # type: ignore[attr-defined]
 
 
 def collect(units: Sequence[HasModules]) -> list[Slot]:
@@ -321,17 +338,15 @@ def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy)
 
 
 def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
-    make = torch.empty if group.sliced else torch.zeros
-    group.params = make(group.numel, dtype=policy.param_dtype, device=device)
+    group.params = torch.zeros(0 if group.sliced else group.numel, dtype=policy.param_dtype, device=device)
     for slot in group.slots:
-        slot.settle(group.view(slot, group.params))
+        slot.placeholder = _placeholder(slot, policy.param_dtype, device) if group.sliced else None
+        slot.settle(group.view(slot, group.params) if slot.placeholder is None else slot.placeholder)
     twice = group.key.trainable and policy.versions > 1
     group.previous = torch.zeros_like(group.params) if twice else group.params
     slices = group.key.trainable and policy.slices_gradients
     whole = group.key.trainable and not slices
     group.grads = torch.zeros(group.numel if whole else 0, dtype=policy.grad_dtype, device=device)
-    if group.sliced:
-        group.free()
     memory = memory_tier(device)
     params, optimizer = policy.params_tier or memory, policy.optimizer_tier or memory
     for bucket in group.buckets:
@@ -340,6 +355,15 @@ def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
         apart = slices or twice
         bucket.grad = optimizer(bucket.share, policy.grad_dtype) if apart else InMemory(group.grads[own])
         bucket.portion, bucket.portion_grad = _portion(bucket, bucket.storage), _portion(bucket, bucket.grad)
+
+
+def _placeholder(slot: Slot, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a tensor of the parameter's shape that takes no memory: one NaN, which cannot be written."""
+    if device.type == "meta":
+        return torch.empty(slot.shape, dtype=dtype, device=device)
+    nan = torch.full((), torch.nan, dtype=dtype, device=device)
+    torch._C._set_throw_on_mutable_data_ptr(nan)
+    return nan.expand(slot.shape)
 
 
 def _portion(bucket: Bucket, storage: Storage) -> Storage:
