@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from torch import Tensor, nn
 
 import threed
 from threed import collectives, layers
-from threed.arguments import format_problems, load_checked
+from threed.arguments import format_problems, program_config
 from threed.config import Config, ConfigError, ModelConfig
 from threed.data import Data, open_data
 from threed.resolution import resolve
@@ -65,9 +64,9 @@ class ParallelModel:
 
 def configure() -> tuple[Config, Data]:
     """What the command line says, all of it checked, and the data."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world, about = int(os.environ.get("WORLD_SIZE", "1")), sys.modules["__main__"].__doc__ or ""
     try:
-        config, _ = load_checked(sys.argv[1:], defaults=DEFAULTS, presets=Path(), world_size=world)
+        config = program_config(sys.argv[1:], prog=sys.argv[0], about=about, defaults=DEFAULTS, world_size=world)
     except ConfigError as error:
         sys.exit(format_problems(error.problems))
     d = config.data

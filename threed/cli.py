@@ -25,15 +25,24 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from threed import architectures, schedules
+from threed.packages import MissingPackageError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a tool; the exit code: 0, or 2 with one clear line for what was wrong."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] in (["train"], ["plan"]):
-        return _train(*argv)
-    if argv[:1] == ["verify"]:
-        return _verify(argv)
+    try:
+        if argv[:1] in (["train"], ["plan"]):
+            return _train(*argv)
+        if argv[:1] == ["verify"]:
+            return _verify(argv)
+        return _tool(argv)
+    except MissingPackageError as error:
+        print(f"threed {argv[0]}: {error}", file=sys.stderr)
+        return 2
+
+
+def _tool(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], None] = arguments.run
     try:

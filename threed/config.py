@@ -14,10 +14,9 @@ from __future__ import annotations
 import keyword
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
 from threed.param_groups import ParamGroup as ParamGroup
 from threed.parse import printable
+from threed.schema import BaseModel, ConfigDict, Field, model_validator
 from threed.values import (
     Architecture,
     AutoSwitch,

@@ -36,6 +36,7 @@ from threed.engine import Engine, StepMetrics
 from threed.footprint import measuring
 from threed.forecast import Forecast
 from threed.monitor import Monitor, Throughput, process
+from threed.packages import MissingPackageError
 from threed.preemption import Preempted, Stop
 from threed.saves import Saves
 from threed.schedules import Action, span_and_bubble
@@ -374,12 +375,20 @@ class Trainer:
         made = [("figures", path) for path in drawn]
         made += [("metrics", self.folder / "metrics.jsonl"), ("checkpoint", self.checkpoint(self.saves.last_saved))]
         if self.config.checkpoint.export_hf:
-            made.append(("export", export_hf(made[-1][1], self.folder / "hf", self.data.tokenizer)))
+            made += self._export(made[-1][1], self.folder / "hf")
         if text:
             note(f"the model writes:\n{text}\n")
         for what, path in made:
             note(f"{what:<10} {path}")
         note(f"resume     {self._resume_command()}")
+
+    def _export(self, checkpoint: Path, folder: Path) -> list[tuple[str, Path]]:
+        """Exports a checkpoint; a package that the export needs and that is not installed costs a message."""
+        try:
+            return [("export", export_hf(checkpoint, folder, self.data.tokenizer))]
+        except MissingPackageError as error:
+            self.monitor.note(f"export     not written: {error}; then: threed convert {checkpoint} {folder}")
+            return []
 
     def _resume_command(self) -> str:
         """What to type to train on."""
