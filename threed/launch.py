@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from threed import collectives, device, models, pretrained
+from threed import collectives, device, models, pretrained, recheck
 from threed.arguments import Options, format_problems, help_text, load, load_checked
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, check_space
@@ -204,6 +204,8 @@ def train(config: Config, data: Data, command: list[str], forecast: Forecast | N
     p = config.parallel
     limit = config.run.hang_timeout
     timeout = max(TIMEOUT, timedelta(seconds=limit + GRACE_S))  # no less: loading and the end are not watched
+    if config.run.recheck_bad_steps:
+        recheck.configure_cublas()
     topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=timeout)
     slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile)
     engine = Engine(models.build(config.model, slicing), topology, config)
