@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from threed.data import Data
@@ -12,7 +13,7 @@ from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.monitor import figures
 from threed.sampling import NotFiniteError, generate
-from threed.schedules import Plan, replay, span_and_bubble, stack, svg
+from threed.schedules import Plan, idle_shares, replay, stack, svg
 
 PROMPT = "def "
 
@@ -69,8 +70,8 @@ def _pipeline(forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]]) ->
     ends = [end for row in spans for _, _, end in row]
     extent = max(ends) - min(start for row in spans for _, start, _ in row)
     name, count = Path(forecast.config.parallel.schedule).name, forecast.microbatches
-    ran = f"measured bubble {span_and_bubble(spans)[1]:.1%}, ideal {forecast.bubble:.1%}; {count} micro-batches"
-    due = f"bubble {span_and_bubble(planned)[1]:.1%}: each action takes the mean of its kind, messages take no time"
+    ran = f"ranks idle {fmean(idle_shares(spans)):.1%}, predicted {forecast.idle:.1%}; {count} micro-batches"
+    due = f"ranks idle {fmean(idle_shares(planned)):.1%}: each action takes the mean of its kind, messages take no time"
     return stack([  # the legend stands with the messages
         svg(spans, f"One step of {name} on {ranks}, as it ran", ran, unit="s", ways=plan.ways),
         svg(planned, "As planned, with these times", due, legend=False, unit="s", extent=extent),

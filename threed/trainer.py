@@ -12,7 +12,9 @@ import os
 import shlex
 import threading
 import time
+from collections import Counter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ from threed.monitor import Monitor, Throughput, process
 from threed.packages import MissingPackageError
 from threed.preemption import Preempted, Stop
 from threed.saves import Saves
-from threed.schedules import Action, span_and_bubble
+from threed.schedules import Action, idle_shares
 from threed.supervision import Supervision
 
 GIB = 2**30
@@ -74,6 +76,8 @@ class Trainer:
         self.saves = Saves(engine, self.retention, lambda text: self.monitor.note(text), lambda: self.monitor.sync())
         self.saving_s = 0.0
         self.spans: list[Any] = []
+        self.sent: Counter[str] = Counter()  # bytes per axis, in the steps since the last logged one
+        self.sending_steps = 0
         self.peak = self.weighed = 0  # the most bytes of tensors in a step, and which step that was
         self.profiler: torch.profiler.profile | None = None
 
@@ -216,8 +220,11 @@ class Trainer:
         if logged:
             self.engine.record()
         self._profile(step)
+        self.topology.traffic.clear()  # of what is not a step: the start, evaluation, saves
         metrics = self._step(step, batch)
         loss = metrics.loss if logged else None  # reading it waits for the device, so only where it is told
+        self.sent.update(self.topology.traffic)
+        self.sending_steps += 1
         # Saving counts with the step after it: a checkpoint is written once the step's line is, or a crash between
         # the two would lose the line for good.
         spent = time.perf_counter() - begin + self.saving_s
@@ -249,8 +256,9 @@ class Trainer:
         """Everything that is logged of a step. Collective: traffic and memory come from all ranks."""
         self.guard.tell(metrics)
         self.spans = self._all_spans()
-        traffic = dict(self.topology.traffic)
-        self.topology.traffic.clear()
+        traffic = {axis: sent / self.sending_steps for axis, sent in self.sent.items()}
+        self.sent.clear()
+        self.sending_steps = 0
         mine = {"traffic": traffic, "rss": process.peak_rss_bytes(), "alloc": peak_bytes(self.topology.device)}
         everyone = collectives.exchange({**mine, "asked": self.stop.asked()}, self.world)
         self.stop.take([rank["asked"] for rank in everyone])
@@ -270,7 +278,10 @@ class Trainer:
         for axis in ("tp", "pp", "dp", "cp"):
             row[f"comm/{axis}_gib"] = sum(rank["traffic"].get(axis, 0) for rank in everyone) / GIB
         if self.topology.pp > 1 and self.forecast is not None:
-            row["pp/bubble_measured"] = span_and_bubble(self.spans)[1]
+            idle = idle_shares(self.spans)
+            row["pp/bubble_measured"] = fmean(idle)
+            row["pp/slowest_stage"] = idle.index(min(idle))
+            row["pp/bubble_predicted"] = self.forecast.idle
             row["pp/bubble_ideal"] = self.forecast.bubble
         return row
 
