@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 import threed
 from threed import collectives, layers
-from threed.arguments import format_problems, program_config
+from threed.arguments import format_problems
 from threed.config import Config, ConfigError, ModelConfig
 from threed.data import Data, open_data
+from threed.program import program_config
 from threed.resolution import resolve
 
 # What this program's keys are unless the command line says otherwise.

@@ -17,11 +17,12 @@ import torch
 
 import threed
 from threed import collectives
-from threed.arguments import format_problems, program_config
+from threed.arguments import format_problems
 from threed.config import ConfigError, ModelConfig
 from threed.data import open_data
 from threed.memory.io import SwapError
 from threed.packages import needed
+from threed.program import program_config
 from threed.resolution import resolve
 
 transformers = needed("transformers", "this example")

@@ -10,12 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.harness import run_script
+from tests.test_monitor_wandb import config_of_run
 from threed import launch
 from threed.checkpoint import native
 from threed.config import Config
 from threed.monitor import metrics
+from threed.provenance import git_commit
 
 ROOT = Path(__file__).parent.parent
 QUICK = [
@@ -73,6 +76,12 @@ def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) ->
     assert [row["step"] for row in rows] == [1, 2, 4]
     assert set(rows[-1]) >= EVERYWHERE | {"val/loss", "val/bits_per_byte"}
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+    ((logged, config),) = map(config_of_run, (run / "wandb").glob("offline-run-*"))
+    assert list(logged.tags) == ["gpt", "pp2", "tp2", "zero1", "fp32", "1f1b"]  # type: ignore[attr-defined]
+    assert (config["world_size"], config["versions"]["torch"]) == (4, torch.__version__)  # type: ignore[index]
+    assert config["parameters"] == 47_424
+    assert config["git_commit"] == git_commit(ROOT)
+    assert config["device"]
     for word in ("rank 3", "ideal bubble", "the model writes", "resume     torchrun", "figures/loss.svg"):
         assert word in first.stdout, first.stdout
 

@@ -7,11 +7,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from threed.checkpoint.hf import export_hf
 from threed.data import Data
+from threed.data.tokenizer import Tokenizer
 from threed.disk import why
 from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.monitor import figures
+from threed.packages import MissingPackageError
 from threed.sampling import NotFiniteError, generate
 from threed.schedules import Plan, idle_shares, replay, stack, svg
 
@@ -33,6 +36,16 @@ def memory_rows(forecast: Forecast, peaks: Sequence[int], step: int) -> list[dic
         {"rank": rank.rank, "label": rank.label, "predicted": rank.bytes, "measured": peak, "step": step}
         for rank, peak in zip(forecast.ranks, peaks, strict=True)
     ]
+
+
+def export(checkpoint: Path, folder: Path, tokenizer: Tokenizer, note: Callable[[str], None]) -> list[tuple[str, Path]]:
+    """Writes a Hugging Face folder, and returns where; a package that this needs and that is not installed costs a
+    message."""
+    try:
+        return [("export", export_hf(checkpoint, folder, tokenizer))]
+    except MissingPackageError as error:
+        note(f"export     not written: {error}; then: threed convert {checkpoint} {folder}")
+        return []
 
 
 def draw(

@@ -62,9 +62,10 @@ def configure_cublas() -> None:
 def deterministic() -> Iterator[None]:
     """Lets torch use deterministic kernels only; NondeterministicError for an operation without one."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs a write of every buffer
+    memory.fill_uninitialized_memory = False  # it would cost a write of every buffer
     try:
         yield
     except RuntimeError as error:
@@ -74,7 +75,7 @@ def deterministic() -> Iterator[None]:
         raise NondeterministicError(f"{what}: {error} Leave --run.recheck-bad-steps off for this model.") from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        memory.fill_uninitialized_memory = fill
 
 
 Run = Callable[[Plan, Sequence[MicroBatch]], list[Tensor]]

@@ -12,7 +12,6 @@ import os
 import shlex
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +23,6 @@ from threed.arguments import to_toml
 from threed.bad_numbers import Guard
 from threed.batches import Batch
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.hf import export_hf
 from threed.checkpoint.hf_folder import is_hf_folder
 from threed.checkpoint.retention import Retention, candidates, job_name
 from threed.checkpoint.run_folder import owned, probe
@@ -37,9 +35,9 @@ from threed.elastic import Memory, resume
 from threed.engine import Engine, StepMetrics
 from threed.footprint import measuring
 from threed.forecast import Forecast
-from threed.monitor import Monitor, Throughput, process
-from threed.packages import MissingPackageError
+from threed.monitor import Monitor, Throughput, Traffic, process
 from threed.preemption import Preempted, Stop
+from threed.provenance import provenance, tags
 from threed.saves import Saves
 from threed.schedules import Action, idle_shares
 from threed.supervision import Supervision
@@ -76,8 +74,7 @@ class Trainer:
         self.saves = Saves(engine, self.retention, lambda text: self.monitor.note(text), lambda: self.monitor.sync())
         self.saving_s = 0.0
         self.spans: list[Any] = []
-        self.sent: Counter[str] = Counter()  # bytes per axis, in the steps since the last logged one
-        self.sending_steps = 0
+        self.traffic = Traffic()
         self.peak = self.weighed = 0  # the most bytes of tensors in a step, and which step that was
         self.profiler: torch.profiler.profile | None = None
 
@@ -164,8 +161,12 @@ class Trainer:
         return Monitor(
             self.folder, self.config.train.steps, self.engine.steps, self.main, wandb=log.wandb, project=log.project,
             name=self.config.run.name, run_id=run_id, drop_later=writes,
-            config={**self.config.model_dump(mode="json"), "data_sha256": self.data.sha256},
+            config={**self.config.model_dump(mode="json"), "data_sha256": self.data.sha256, **self._provenance()},
+            tags=tags(self.config, self.topology),
         )  # fmt: skip
+
+    def _provenance(self) -> dict[str, Any]:
+        return {} if self.forecast is None else provenance(self.topology, self.forecast.parameters)
 
     def _log_header(self, aside: str) -> None:
         """Says what is about to happen, and keeps the configuration; `aside`: the checkpoints that were set aside."""
@@ -223,8 +224,7 @@ class Trainer:
         self.topology.traffic.clear()  # of what is not a step: the start, evaluation, saves
         metrics = self._step(step, batch)
         loss = metrics.loss if logged else None  # reading it waits for the device, so only where it is told
-        self.sent.update(self.topology.traffic)
-        self.sending_steps += 1
+        self.traffic.add(self.topology.traffic)
         # Saving counts with the step after it: a checkpoint is written once the step's line is, or a crash between
         # the two would lose the line for good.
         spent = time.perf_counter() - begin + self.saving_s
@@ -256,10 +256,11 @@ class Trainer:
         """Everything that is logged of a step. Collective: traffic and memory come from all ranks."""
         self.guard.tell(metrics)
         self.spans = self._all_spans()
-        traffic = {axis: sent / self.sending_steps for axis, sent in self.sent.items()}
-        self.sent.clear()
-        self.sending_steps = 0
-        mine = {"traffic": traffic, "rss": process.peak_rss_bytes(), "alloc": peak_bytes(self.topology.device)}
+        mine = {
+            "traffic": self.traffic.take(),
+            "rss": process.peak_rss_bytes(),
+            "alloc": peak_bytes(self.topology.device),
+        }
         everyone = collectives.exchange({**mine, "asked": self.stop.asked()}, self.world)
         self.stop.take([rank["asked"] for rank in everyone])
         row: dict[str, float] = {
@@ -386,20 +387,12 @@ class Trainer:
         made = [("figures", path) for path in drawn]
         made += [("metrics", self.folder / "metrics.jsonl"), ("checkpoint", self.checkpoint(self.saves.last_saved))]
         if self.config.checkpoint.export_hf:
-            made += self._export(made[-1][1], self.folder / "hf")
+            made += final_report.export(made[-1][1], self.folder / "hf", self.data.tokenizer, note)
         if text:
             note(f"the model writes:\n{text}\n")
         for what, path in made:
             note(f"{what:<10} {path}")
         note(f"resume     {self._resume_command()}")
-
-    def _export(self, checkpoint: Path, folder: Path) -> list[tuple[str, Path]]:
-        """Exports a checkpoint; a package that the export needs and that is not installed costs a message."""
-        try:
-            return [("export", export_hf(checkpoint, folder, self.data.tokenizer))]
-        except MissingPackageError as error:
-            self.monitor.note(f"export     not written: {error}; then: threed convert {checkpoint} {folder}")
-            return []
 
     def _resume_command(self) -> str:
         """What to type to train on."""
