@@ -40,7 +40,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for build in (gpipe_late, timed):
         plan = build(arguments.stages, arguments.microbatches)
-        timeline = schedules.simulate(plan, Costs())
+        timeline = schedules.simulate(plan, Costs(1.0, 1.2, 0.8))
         print(f"{plan.name:<11} ends at {timeline.makespan:g}, bubble {timeline.bubble:.1%}")
 
 

@@ -208,10 +208,22 @@ def _machine_facts(drive: str) -> str:
     import torch
 
     from threed import device, native
+    from threed.ops import launch
     from threed.topology import backends
 
     lines = [f"python       {platform.python_version()}"]
-    for name in ("threed", "torch", "numpy", "safetensors", "tokenizers", "wandb", "transformers", "matplotlib"):
+    packages = (
+        "threed",
+        "torch",
+        "numpy",
+        "safetensors",
+        "pydantic",
+        "tokenizers",
+        "wandb",
+        "transformers",
+        "matplotlib",
+    )
+    for name in packages:
         try:
             lines.append(f"{name:<12} {version(name)}")
         except PackageNotFoundError:
@@ -222,6 +234,9 @@ def _machine_facts(drive: str) -> str:
     for name, found in native.status().items():
         found = found.replace("\n", "\n" + " " * 13)
         lines.append(f"{f'kernels {name}':<12} {found}")
+    if native.library("cuda") is not None:
+        gpus = [torch.device("cuda", i) for i in range(device.count())]
+        lines += [f"{'':<12} {launch.problem(gpu) or f'they run on {gpu}'}" for gpu in gpus]
     return "\n".join([*lines, f"drive        {_drive_facts(drive)}"])
 
 
