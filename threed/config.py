@@ -319,7 +319,9 @@ class RunConfig(_Group):
         "none", description="where copies in memory are kept: on each rank's own machine, or on the next one as well"
     )
     recheck_bad_steps: Switch = Field(
-        False, description="compute a skipped step twice, to tell a machine that errs from data that are bad"
+        False,
+        description="compute a skipped step twice, to tell a machine that errs from data that are bad; steps then use"
+        " deterministic kernels only",
     )
     compile: Switch = Field(False, description="blocks run through torch.compile")
     compile_backend: Text = Field("inductor", description="who compiles them: a backend of torch.compile")
