@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -95,6 +96,25 @@ def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) ->
     assert again(folder, 4, "gpt.py", *flags, *quick, "--run.name", "straight").returncode == 0
     last = metrics.read(folder / "runs" / "straight" / "metrics.jsonl")[-1]
     assert last["train/loss"] == metrics.read(run / "metrics.jsonl")[-1]["train/loss"]
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples_have_help_and_train_nothing(folder: Path, script: Path) -> None:
+    """Under a launcher too: once, and without a process group."""
+    done = run_script(
+        2 if script.name == "custom_model.py" else 1, [str(script), "--help"], folder, environment(folder)
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: ") == 1
+    assert (ast.get_docstring(ast.parse(script.read_text())) or "?").splitlines()[0] in done.stdout
+    assert "step 1" not in done.stdout
+
+
+def test_flags_that_an_example_has_not_are_refused(folder: Path) -> None:
+    done = run_script(1, [str(ROOT / "examples" / "custom_model.py"), "--dry-run"], folder, environment(folder))
+    assert done.returncode == 1
+    assert "has no --dry-run and no --world-size; `threed plan` has them" in done.stderr
+    assert "step 1" not in done.stdout
 
 
 def test_llama_trains_on_one_rank_and_its_export_loads(folder: Path) -> None:
