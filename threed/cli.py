@@ -212,18 +212,7 @@ def _machine_facts(drive: str) -> str:
     from threed.topology import backends
 
     lines = [f"python       {platform.python_version()}"]
-    packages = (
-        "threed",
-        "torch",
-        "numpy",
-        "safetensors",
-        "pydantic",
-        "tokenizers",
-        "wandb",
-        "transformers",
-        "matplotlib",
-    )
-    for name in packages:
+    for name in "threed torch numpy safetensors pydantic tokenizers wandb transformers matplotlib".split():
         try:
             lines.append(f"{name:<12} {version(name)}")
         except PackageNotFoundError:
