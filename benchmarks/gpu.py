@@ -300,8 +300,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.device == "cuda" and args.only != ["table"] and not _has_gpu():
             print("no CUDA device (a rehearsal: --device cpu --small)")
             return 0
+        from threed import schema as schema  # a missing package is named once here, not by every stage
+
         return conduct(args)
-    except UsageError as error:
+    except (UsageError, ImportError) as error:
         print(f"benchmarks/gpu.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

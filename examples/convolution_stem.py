@@ -10,14 +10,16 @@ over tensor ranks; its weight has three dimensions. docs/own_models.md explains 
 from __future__ import annotations
 
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 import threed
 from threed import layers
 from threed.collectives import split
 from threed.config import ModelConfig
+from threed.packages import needed
 from threed.sharding import Init, Piece, ShardSpec, parameter, vector
+
+rearrange = needed("einops", "this example").rearrange
 
 
 class ConvolutionStem(nn.Module):

@@ -11,16 +11,16 @@ The blocks run attention and MLP side by side behind one norm (as PaLM, arXiv 22
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from torch import Tensor, nn
 
 import threed
 from threed import collectives, layers
-from threed.arguments import format_problems, load_checked
+from threed.arguments import format_problems
 from threed.config import Config, ConfigError, ModelConfig
 from threed.data import Data, open_data
 from threed.launcher import world_size
+from threed.program import program_config
 from threed.resolution import resolve
 
 # What this program's keys are unless the command line says otherwise.
@@ -65,9 +65,9 @@ class ParallelModel:
 
 def configure() -> tuple[Config, Data]:
     """What the command line says, all of it checked, and the data."""
-    world = world_size()
+    world, about = world_size(), sys.modules["__main__"].__doc__ or ""
     try:
-        config, _ = load_checked(sys.argv[1:], defaults=DEFAULTS, presets=Path(), world_size=world)
+        config = program_config(sys.argv[1:], prog=sys.argv[0], about=about, defaults=DEFAULTS, world_size=world)
     except ConfigError as error:
         sys.exit(format_problems(error.problems))
     d = config.data

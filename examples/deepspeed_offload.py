@@ -10,25 +10,28 @@ meta device: what the drive holds has never been in memory as a whole. Nothing i
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import threed
 from threed import collectives
 from threed.data import open_data
+from threed.packages import needed
+
+transformers = needed("transformers", "this example")
 
 STEPS, SEQ = 20, 128
 
 
-def build_model(vocab: int) -> LlamaForCausalLM:
+def build_model(vocab: int) -> torch.nn.Module:
     """Shapes and no values: those are made slice by slice."""
     shapes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
     rest = {"max_position_embeddings": SEQ, "use_cache": False, "bos_token_id": None, "eos_token_id": None}
     with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(vocab_size=vocab, **shapes, **rest))
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=vocab, **shapes, **rest))
 
 
 def train(config: str | Path, steps: int = STEPS) -> list[float]:
@@ -48,9 +51,18 @@ def train(config: str | Path, steps: int = STEPS) -> list[float]:
     return losses
 
 
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = Path(__file__).with_name("ds_offload.json")
+    parser.add_argument("config", type=Path, nargs="?", default=default, help="a ds_config.json (default %(default)s)")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
+    arguments = parse()
     try:
-        train(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).with_name("ds_offload.json"))
+        train(arguments.config)
     except (ValueError, OSError) as error:  # of the file, or of the drive it names
         sys.exit(str(error))
     collectives.leave()

@@ -10,12 +10,14 @@ and one rotary key that all heads share. Queries are not compressed here. docs/o
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 import threed
 from threed import layers
 from threed.config import ModelConfig
+from threed.packages import needed
+
+rearrange = needed("einops", "this example").rearrange
 
 
 class LatentAttention(nn.Module):

@@ -3,11 +3,14 @@
     torchrun --standalone --nproc-per-node 2 -m threed train gpt --preset tiny --parallel.pp 2 \\
         --parallel.schedule examples/own_schedule.py:gpipe_late
     threed schedule examples/own_schedule.py:gpipe_late --stages 4 --microbatches 8 --svg gpipe-late.svg
+    python examples/own_schedule.py --stages 4 --microbatches 8        when each ends, and its bubble
 
 A schedule is a function (stages, microbatches) -> Plan: per rank, what it computes, in order. Communication is added.
 """
 
 from __future__ import annotations
+
+import argparse
 
 from threed import schedules
 from threed.schedules import Action, Costs, Kind, Plan
@@ -28,3 +31,18 @@ def gpipe_late(stages: int, microbatches: int) -> Plan:
 def timed(stages: int, microbatches: int) -> Plan:
     """zb-auto with times of one's own, and with memory for six micro-batches on a rank."""
     return schedules.zb_auto(stages, microbatches, Costs(1.0, 1.2, 0.8, send=0.1), limit=6)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=4, help="pipeline ranks (default %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=8, help="micro-batches per step (default %(default)s)")
+    arguments = parser.parse_args()
+    for build in (gpipe_late, timed):
+        plan = build(arguments.stages, arguments.microbatches)
+        timeline = schedules.simulate(plan, Costs(1.0, 1.2, 0.8))
+        print(f"{plan.name:<11} ends at {timeline.makespan:g}, bubble {timeline.bubble:.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -11,19 +11,21 @@ Losses are the same whatever the stage and the number of ranks. Nothing is downl
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import threed
 from threed import collectives
-from threed.arguments import format_problems, load_checked
+from threed.arguments import format_problems
 from threed.config import ConfigError, ModelConfig
 from threed.data import open_data
 from threed.launcher import world_size
 from threed.memory.io import SwapError
+from threed.packages import needed
+from threed.program import program_config
 from threed.resolution import resolve
+
+transformers = needed("transformers", "this example")
 
 # What this program's keys are unless the command line says otherwise. At these sizes resident would keep all of it.
 DEFAULTS = {
@@ -34,18 +36,18 @@ DEFAULTS = {
 }
 
 
-def build_model(c: ModelConfig) -> GPT2LMHeadModel:
+def build_model(c: ModelConfig) -> torch.nn.Module:
     """Shapes and no values: those are made slice by slice. Dropout draws from torch's generator on each rank: none."""
     shapes = {"vocab_size": c.vocab, "n_positions": c.seq, "n_embd": c.hidden, "n_layer": c.layers, "n_head": c.heads}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     rest = {"use_cache": False, "bos_token_id": None, "eos_token_id": None}
     with torch.device("meta"):
-        return GPT2LMHeadModel(GPT2Config(**shapes, **no_dropout, **rest))
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shapes, **no_dropout, **rest))
 
 
 def main() -> None:
     world = world_size()
-    config, _ = load_checked(sys.argv[1:], defaults=DEFAULTS, presets=Path(), world_size=world)
+    config = program_config(sys.argv[1:], prog=sys.argv[0], about=__doc__, defaults=DEFAULTS, world_size=world)
     if config.parallel.pp * config.parallel.tp > 1:
         raise ConfigError(["a wrapped module is not cut: use --parallel.pp 1 and --parallel.tp 1"])
     d, train = config.data, config.train

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import re
+from collections.abc import Generator
 
 import pytest
-from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 # No deadline: machines that share cores stall. Repeatable in CI, where nobody can look at a failing example.
-settings.register_profile("threed", deadline=None, derandomize="CI" in os.environ)
-settings.load_profile("threed")
+with contextlib.suppress(ModuleNotFoundError):  # test modules that need it skip themselves, see TOOLS
+    from hypothesis import settings
+
+    settings.register_profile("threed", deadline=None, derandomize="CI" in os.environ)
+    settings.load_profile("threed")
+
+# What some tests need and a machine that trains may lack: without it their modules are skipped.
+TOOLS = ("einops", "hatchling", "hypothesis", "matplotlib", "tokenizers", "transformers", "wandb")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skips a module that cannot be imported because one of TOOLS is not installed, with the command that installs
+    it."""
+    report = yield
+    missing = re.search(r"ModuleNotFoundError: .*?'(\w+)'", str(report.longrepr)) if report.failed else None
+    if missing is not None and missing[1] in TOOLS:
+        reason = f"Skipped: needs {missing[1]}: pip install {missing[1]}"
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, reason)
+    return report
 
 
 def keep_to_a_core() -> None:

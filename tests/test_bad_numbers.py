@@ -29,7 +29,7 @@ from threed.engine import Engine
 from threed.metrics import BadStepsError
 from threed.monitor import metrics as records
 from threed.precision import LossScale
-from threed.recheck import Recheck, culprits
+from threed.recheck import NondeterministicError, Recheck, culprits
 from threed.trainer import Trainer
 from threed.zero import replicas
 
@@ -732,6 +732,38 @@ def test_data_that_are_bad_twice_are_named(case: Case) -> None:
             f"step 2 was computed twice, alike: no machine erred, the data are bad (samples {samples})",
             "1 1 True",
         ]
+
+
+def deterministic_steps(case: Case) -> None:
+    """Only steps are computed deterministically; an operation that cannot be is refused by name."""
+    engine, flags, ops = engine_of(config_of(case)), list[bool](), list[Any]()
+    recheck = Recheck(engine, lambda line: None)
+
+    def hook(*_: Any) -> None:
+        flags.append(torch.are_deterministic_algorithms_enabled())
+        for op in ops:
+            op()
+
+    layer = engine.executor.stages[0].layers[0]
+    layer.register_forward_hook(hook)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        recheck.step(data(engine, 0))
+        ops.append(lambda: torch.zeros(3).put_(torch.tensor([0]), torch.ones(1)))
+        with pytest.raises(NondeterministicError, match=r"recheck-bad-steps .*: put_ does not have a deterministic"):
+            recheck.step(data(engine, 1))
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert flags
+    assert all(flags)
+
+
+def test_steps_are_computed_deterministically_where_bad_ones_are_computed_twice() -> None:
+    deterministic_steps(Case(layers=2))
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_who_is_blamed() -> None:

@@ -71,18 +71,20 @@ def test_train_takes_the_flags_of_training_and_an_architecture(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is where nothing can be saved")
-def test_what_is_in_the_way_here_does_not_keep_a_run_elsewhere_from_being_planned(
+def test_a_plan_for_other_machines_says_nothing_about_the_disks_of_this_one(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     flags = ["--preset", "tiny", "--run.dir", "/proc/none"]
-    assert main(["plan", *flags, "--world-size", "16", "--parallel.tp", "2"]) == 0
-    *_, last_rank, here = capsys.readouterr().out.splitlines()
-    assert last_rank.startswith("  rank 15")
-    assert here.startswith("here       ")
-    assert "/proc" in here
-    assert launch.main(flags, prog="pretrain/gpt.py") == 2
-    assert here.removeprefix("here       ") in capsys.readouterr().err
+    nowhere = ["--zero.offload-params", "nvme", "--zero.stage", "3", "--zero.nvme-path", "/proc/self/mem"]
+    for more in ([], nowhere):
+        assert main(["plan", *flags, *more, "--world-size", "16", "--parallel.tp", "2"]) == 0
+        *_, last = capsys.readouterr().out.splitlines()
+        assert last.startswith("  rank 0 – rank 15  dp0 tp0 – dp7 tp1")
+        assert launch.main([*flags, *more], prog="pretrain/gpt.py") == 2
+        problems = capsys.readouterr().err
+        assert "/proc" in problems
+        assert ("--zero.nvme-path /proc/self/mem" in problems) == bool(more)
 
 
 def test_a_file_or_a_dangling_link_in_place_of_a_folder_is_refused_at_the_start(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -262,6 +263,41 @@ def test_buffers_of_modules_are_counted_and_the_model_has_its_name() -> None:
     plain, found = Forecast.of(config, 8), Forecast.of(config, 8, lambda slicing: Masked(config.model, slicing))
     assert found.ranks[0].bytes["buffers"] == plain.ranks[0].bytes["buffers"] + 4000
     assert (plain.text().split()[1], found.text().split()[1]) == ("gpt,", "Masked,")
+
+
+GROUPS_OF_RANKS = [
+    (
+        {"pp": 4, "tp": 2}, 1024,
+        ["rank 0 – rank 255", "rank 256 – rank 511", "rank 512 – rank 767", "rank 768 – rank 1023"],
+    ),
+    ({"pp": 2}, 2, ["rank 0  pp0", "rank 1  pp1"]),
+    ({}, 1, ["rank 0  alone"]),
+    (
+        {"tp": 2}, 4,
+        ["rank 0 – rank 2 (2 of them)  dp0 tp0 – dp1 tp0", "rank 1 – rank 3 (2 of them)  dp0 tp1 – dp1 tp1"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parallel", "world", "wanted"), GROUPS_OF_RANKS)
+def test_ranks_that_hold_the_same_are_told_of_once_and_every_stage_is_there(
+    parallel: dict[str, int], world: int, wanted: list[str]
+) -> None:
+    """In GiB. Of an MLP of odd width one of two tensor ranks holds more."""
+    config = resolve(Config.model_validate({
+        "parallel": {**parallel, "sequence": False},
+        "model": {"layers": 6, "hidden": 512, "heads": 4, "seq": 16, "ffn": 2049 if parallel == {"tp": 2} else 2048},
+        "train": {"global_batch": world, "micro_batch": 1, "steps": 10},
+    }), 64, world)  # fmt: skip
+    found = Forecast.of(config, world)
+    lines = [line for line in found.text().splitlines() if line.startswith("  rank")]
+    assert [line[2 : 2 + len(head)] for line, head in zip(lines, wanted, strict=True)] == wanted
+    for line in lines:
+        peak, parts = re.search(r" ([\d.]+) GiB = (.*)$", line).groups()  # type: ignore[union-attr]
+        assert float(peak) == pytest.approx(sum(float(part.split()[1]) for part in parts.split(" + ")), abs=3e-4)
+    held = [rank for rank in found.ranks if f"rank {rank.rank} " in found.text() or rank.rank == 0]
+    assert {rank.layers[0].start for rank in held} == {rank.layers[0].start for rank in found.ranks}
+    assert "MiB" not in found.text()
 
 
 def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:

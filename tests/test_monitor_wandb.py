@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -96,6 +97,40 @@ print(first)
     content = b"".join(file.read_bytes() for folder in folders for file in folder.rglob("*") if file.is_file())
     assert b"layers" in content
     assert b"s3cr3t-value" not in content
+
+
+def _runs(records: list[object]) -> list[object]:
+    return [record.run for record in records if record.HasField("run")]  # type: ignore[attr-defined]
+
+
+def config_of_run(folder: Path) -> tuple[object, dict[str, object]]:
+    """The run of an offline folder as wandb has it, and its configuration."""
+    run = _runs(_records(folder))[0]
+    return run, {item.key: json.loads(item.value_json) for item in run.config.update}  # type: ignore[attr-defined]
+
+
+@NEEDS_WANDB
+def test_runs_of_one_folder_name_are_told_apart_and_a_resumed_one_keeps_its_name(tmp_path: Path) -> None:
+    program = """
+from threed.monitor import Monitor
+def session(run_id):
+    about = {"wandb": "offline", "run_id": run_id, "tags": ["gpt", "tp2"], "config": {"world_size": 2}}
+    with Monitor("demo", 9, 0, True, **about) as monitor:
+        monitor.log(1, {"train/loss": 1.0})
+    return monitor.run_id
+first, second = session(None), session(None)
+print(first, second, session(first))
+"""
+    first, second, again = _run(program, tmp_path)[-1].split()
+    assert first == again != second
+    folders = sorted((tmp_path / "demo" / "wandb").glob("offline-run-*"))
+    found = [config_of_run(folder) for folder in folders]
+    assert sorted((run.run_id, run.display_name) for run, _ in found) == sorted(  # type: ignore[attr-defined]
+        (run_id, f"demo-{run_id}") for run_id in (first, first, second)
+    )
+    for run, config in found:
+        assert (run.run_group, run.job_type, list(run.tags)) == ("demo", "train", ["gpt", "tp2"])  # type: ignore[attr-defined]
+        assert config["world_size"] == 2
 
 
 @NEEDS_WANDB

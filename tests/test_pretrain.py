@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -10,12 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.harness import run_script
+from tests.test_monitor_wandb import config_of_run
 from threed import launch
 from threed.checkpoint import native
 from threed.config import Config
 from threed.monitor import metrics
+from threed.provenance import git_commit
 
 ROOT = Path(__file__).parent.parent
 QUICK = [
@@ -26,7 +30,7 @@ EVERYWHERE = {
     "step", "train/loss", "train/lr", "train/grad_norm", "train/tokens", "train/skipped_steps", "perf/tokens_per_s",
     "perf/tokens_per_s_per_device", "perf/tflops_per_device", "perf/step_s", "perf/data_s", "perf/fwd_bwd_s",
     "perf/dp_comm_s", "perf/optim_s", "perf/ckpt_s", "mem/peak_rss_gib", "comm/tp_gib", "comm/pp_gib", "comm/dp_gib",
-    "comm/cp_gib", "run/restarts", "pp/bubble_measured", "pp/bubble_ideal",
+    "comm/cp_gib", "run/restarts", "pp/bubble_measured", "pp/bubble_predicted", "pp/bubble_ideal", "pp/slowest_stage",
 }  # fmt: skip
 
 
@@ -73,6 +77,12 @@ def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) ->
     assert [row["step"] for row in rows] == [1, 2, 4]
     assert set(rows[-1]) >= EVERYWHERE | {"val/loss", "val/bits_per_byte"}
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+    ((logged, config),) = map(config_of_run, (run / "wandb").glob("offline-run-*"))
+    assert list(logged.tags) == ["gpt", "pp2", "tp2", "zero1", "fp32", "1f1b"]  # type: ignore[attr-defined]
+    assert (config["world_size"], config["versions"]["torch"]) == (4, torch.__version__)  # type: ignore[index]
+    assert config["parameters"] == 47_424
+    assert config["git_commit"] == git_commit(ROOT)
+    assert config["device"]
     for word in ("rank 3", "ideal bubble", "the model writes", "resume     torchrun", "figures/loss.svg"):
         assert word in first.stdout, first.stdout
 
@@ -86,6 +96,25 @@ def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) ->
     assert again(folder, 4, "gpt.py", *flags, *quick, "--run.name", "straight").returncode == 0
     last = metrics.read(folder / "runs" / "straight" / "metrics.jsonl")[-1]
     assert last["train/loss"] == metrics.read(run / "metrics.jsonl")[-1]["train/loss"]
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples_have_help_and_train_nothing(folder: Path, script: Path) -> None:
+    """Under a launcher too: once, and without a process group."""
+    done = run_script(
+        2 if script.name == "custom_model.py" else 1, [str(script), "--help"], folder, environment(folder)
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: ") == 1
+    assert (ast.get_docstring(ast.parse(script.read_text())) or "?").splitlines()[0] in done.stdout
+    assert "step 1" not in done.stdout
+
+
+def test_flags_that_an_example_has_not_are_refused(folder: Path) -> None:
+    done = run_script(1, [str(ROOT / "examples" / "custom_model.py"), "--dry-run"], folder, environment(folder))
+    assert done.returncode == 1
+    assert "has no --dry-run and no --world-size; `threed plan` has them" in done.stderr
+    assert "step 1" not in done.stdout
 
 
 def test_llama_trains_on_one_rank_and_its_export_loads(folder: Path) -> None:

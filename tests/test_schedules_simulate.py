@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threed.schedules import Action, Costs, Kind, Plan, build, forward_only, lower, simulate, span_and_bubble, svg
+from threed.schedules import (
+    Action,
+    Costs,
+    Kind,
+    Plan,
+    build,
+    forward_only,
+    idle_shares,
+    lower,
+    simulate,
+    span_and_bubble,
+    svg,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 UNIT = Costs(forward=1, backward_input=1, backward_weight=1)
@@ -189,3 +201,30 @@ def test_svg_writes_microbatches_only_where_there_is_room() -> None:
 def test_svg_of_nothing_is_still_a_picture() -> None:
     assert ET.fromstring(svg([])).tag.endswith("svg")
     assert boxes(svg([[], []])) == {}
+
+
+@pytest.mark.parametrize(
+    ("times", "idle", "slowest"),
+    [((1, 1, 1, 1), 3 / 11, 0), ((2, 1, 1, 1), 0.412, 0), ((1, 1, 2, 1), None, 2), ((1, 1, 1, 2), 0.474, 3)],
+)
+def test_idle_shares_of_unequal_stages_tell_what_is_lost_and_which_stage_is_waited_for(
+    times: tuple[float, ...], idle: float | None, slowest: int
+) -> None:
+    """The bubble of the longest rank says 5.9 % where the first of four stages takes twice as long, and 57.9 % where
+    the last one does."""
+    timeline = simulate(build("1f1b", 4, 8), Costs(times, times, times))
+    shares = idle_shares(timeline.spans)
+    busy = sum(end - start for row in timeline.spans for _, start, end in row)
+    assert sum(shares) / 4 == pytest.approx(1 - busy / (4 * timeline.makespan))
+    assert idle is None or sum(shares) / 4 == pytest.approx(idle, abs=5e-4)
+    assert min(shares) == pytest.approx(shares[slowest])
+
+
+def test_idle_shares_count_compute_alone_from_its_first_start_on_any_rank() -> None:
+    def f(n: int) -> Action:
+        return Action(Kind.F, n)
+
+    receive = Action(Kind.RECV_F, 0)
+    rows = [[(f(0), 10.0, 12.0), (f(1), 12.0, 14.0)], [(receive, 9.0, 12.0), (f(0), 12.0, 13.0)], []]
+    assert idle_shares(rows) == pytest.approx([0.0, 0.75, 1.0])
+    assert idle_shares([[], []]) == [0.0, 0.0]

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -217,6 +222,57 @@ def check_after_other_groups() -> None:
 
 def test_a_program_may_have_groups_of_its_own() -> None:
     run_ranks(4, check_after_other_groups, timeout=60)
+
+
+UNEVEN: dict[str, Callable[[int], object]] = {
+    "none": lambda rank: None,
+    "of two ranks": lambda rank: dist.new_group([0, 1]),
+    "of two ranks that only they make": lambda rank: dist.new_group([0, 1], use_local_synchronization=True),
+    "three of one rank": lambda rank: [dist.new_group([rank], use_local_synchronization=True) for _ in range(rank)],
+    "subgroups": lambda rank: dist.new_subgroups(2),
+}
+
+
+@contextmanager
+def bound_to_a_device() -> Iterator[list[int]]:
+    """Has all ranks meet at every group of the world's own backend, as under NCCL where the world is bound to a device:
+    it splits the world's communicator. A rank that waits alone gives up after some seconds. Yields how many there were.
+    """
+    everyone, new_group, made = dist.new_group(timeout=timedelta(seconds=20)), dist.new_group, [0]
+
+    def splitting(*arguments: Any, backend: str | None = None, **keywords: Any) -> Any:
+        if backend is None:
+            made[0] += 1
+            dist.barrier(everyone)
+        return new_group(*arguments, backend=backend, **keywords)
+
+    with mock.patch.object(dist, "new_group", splitting):
+        yield made
+
+
+def groups_of_uneven_programs() -> dict[str, int]:
+    """How many groups of the world's backend a topology makes on this rank, by what its program made before."""
+    found = {}
+    for name, uneven in UNEVEN.items():
+        uneven(dist.get_rank())
+        with bound_to_a_device() as made:
+            topology = Topology(pp=2)
+        uneven(dist.get_rank())
+        with bound_to_a_device() as more:
+            topology.prepare(["dp@other"], [(0, 1)])
+            topology.host_links([(0, 1)])
+        for axis in (topology.axis("pp"), topology.axis("dp"), topology.axis("dp@other"), topology.stages((0, 1))):
+            assert members_met(axis.group, axis.size, topology.rank) == axis.ranks, name
+        found[name] = made[0] + more[0]
+    return found
+
+
+def test_all_ranks_make_groups_equally_often_whatever_their_program_made_before() -> None:
+    """Else a rank would wait for ever in NCCL's split of the world, which all ranks have to call."""
+    first, *others = run_ranks(4, groups_of_uneven_programs, timeout=120)
+    assert set(first) == set(UNEVEN)
+    assert min(first.values()) > 0
+    assert others == [first] * 3
 
 
 def check_ties(pp: int, tp: int, ties: list[tuple[int, ...]]) -> None:

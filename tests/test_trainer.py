@@ -115,12 +115,30 @@ def hand_cut(samples: Samples, numbers: range) -> dict[str, Any]:
 
 def test_traffic_is_the_sum_over_the_ranks(trained: Trained) -> None:
     """Under ZeRO 1 each of two ranks sends half the gradients and half the parameters. 3 %: padding, and a few numbers
-    of loss and norm. Steps 1 and 3 are the first of a run, to whose traffic its start counts."""
+    of loss and norm. Steps 1 and 3 are the first of a run."""
     folder, logged = trained[0], rows_of(trained[0])
     parameters = Forecast.of(configuration(folder, open_text(folder), 2), 2).parameters
-    for row in (logged[1], logged[3], logged[4]):
+    for row in logged:
         assert row["comm/dp_gib"] * GIB == pytest.approx(2 * parameters * 8, rel=0.03)
         assert row["comm/tp_gib"] == row["comm/pp_gib"] == 0
+
+
+def logged_every(folder: Path) -> None:
+    data = open_text(folder)
+    for every in (1, 3):
+        train = {"steps": 6, "global_batch": 4, "eval_every": 2}
+        place = {"dir": str(folder / str(every)), "name": "run"}
+        run(folder, data, 2, train=train, run=place, log={"every": every}, checkpoint={"every": 2})
+
+
+def test_traffic_is_of_one_step_however_often_it_is_logged(tmp_path: Path) -> None:
+    """Evaluation and saves between two steps do not count. The tenth: of few numbers of when what ran."""
+    run_ranks(2, logged_every, tmp_path)
+    rows = {every: metrics.read(tmp_path / str(every) / "metrics.jsonl") for every in (1, 3)}
+    sent = {every: [row["comm/dp_gib"] for row in rows[every] if "comm/dp_gib" in row] for every in rows}
+    assert [len(sent[every]) for every in (1, 3)] == [6, 3]
+    for value in (*sent[1], *sent[3]):
+        assert value == pytest.approx(sent[1][2], rel=0.01)
 
 
 def two_stages(folder: Path) -> None:
@@ -141,6 +159,8 @@ def test_what_a_pipeline_logs(tmp_path: Path) -> None:
     # 5 %: half a thousand bytes of when what ran.
     for row in rows_of(tmp_path)[1:]:
         assert row["pp/bubble_ideal"] == pytest.approx(second / (first + second))
+        assert row["pp/bubble_predicted"] == pytest.approx(0.5)  # one of the two always waits
         assert 0 < row["pp/bubble_measured"] < 1
+        assert row["pp/slowest_stage"] in (0, 1)
         assert row["comm/pp_gib"] * GIB == pytest.approx(2 * boundary, rel=0.05)
         assert row["comm/dp_gib"] == 0

@@ -18,15 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
-
 from threed.architectures.rope_scaling import RopeScaling
 from threed.checks import find_problems
 from threed.config import Config, ConfigError, key_name, python_name
 from threed.param_groups import ParamGroup
 from threed.parse import ParseError, read_toml
+from threed.schema import BaseModel, ErrorDetails, FieldInfo, ValidationError
 from threed.values import Takes
 
 GROUPS: Mapping[str, type[BaseModel]] = {
@@ -121,19 +118,26 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def help_text(config: Config, prog: str, *, width: int | None = None) -> str:
-    """Every key with its meaning and its value in `config` as the default, in groups, wrapped to `width` columns."""
+def help_text(config: Config, prog: str, *, width: int | None = None, about: str | None = None) -> str:
+    """Every key with its meaning and its value in `config` as the default, in groups, wrapped to `width` columns.
+
+    about: what a custom program does; such a program has no presets and no dry run.
+    """
     width = width or min(110, shutil.get_terminal_size().columns)
     start = "" if prog.startswith("threed ") else "torchrun --standalone --nproc-per-node N "
-    usage = f"usage: {start}{prog} [--preset NAME | --config FILE.toml] [--dry-run] "
-    usage += "[--world-size N] [--group.key value …]"
-    about = [
-        ("--preset NAME", f"start from a preset: {', '.join(_preset_names(PRESETS))}"),
-        ("--config FILE.toml", "start from a TOML file, such as the config.toml of a run"),
-        ("--dry-run", "check everything, print rank map, bytes and bubble, and end"),
-        ("--world-size N", "ranks to assume in a dry run"),
-    ]
-    blocks = [textwrap.fill(usage, width, subsequent_indent="    "), _help_rows(about, width)]
+    file = ("--config FILE.toml", "start from a TOML file, such as the config.toml of a run")
+    if about is None:
+        usage = f"usage: {start}{prog} [--preset NAME | --config FILE.toml] [--dry-run] [--world-size N]"
+        options = [
+            ("--preset NAME", f"start from a preset: {', '.join(_preset_names(PRESETS))}"),
+            file,
+            ("--dry-run", "check everything, print rank map, bytes and bubble, and end"),
+            ("--world-size N", "ranks to assume in a dry run"),
+        ]
+    else:
+        usage, options = f"usage: {start}{prog} [--help] [--config FILE.toml]", [file]
+    blocks = [textwrap.fill(f"{usage} [--group.key value …]", width, subsequent_indent="    ")]
+    blocks += [*([] if about is None else [about.strip()]), _help_rows(options, width)]
     for name, group in GROUPS.items():
         rows = [_help_row(name, key, info, getattr(config, name)) for key, info in group.model_fields.items()]
         blocks.append(textwrap.fill(f"{name}: {group.__doc__}", width) + "\n" + _help_rows(rows, width))

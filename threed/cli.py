@@ -25,15 +25,24 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from threed import architectures, schedules
+from threed.packages import MissingPackageError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a tool; the exit code: 0, or 2 with one clear line for what was wrong."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] in (["train"], ["plan"]):
-        return _train(*argv)
-    if argv[:1] == ["verify"]:
-        return _verify(argv)
+    try:
+        if argv[:1] in (["train"], ["plan"]):
+            return _train(*argv)
+        if argv[:1] == ["verify"]:
+            return _verify(argv)
+        return _tool(argv)
+    except MissingPackageError as error:
+        print(f"threed {argv[0]}: {error}", file=sys.stderr)
+        return 2
+
+
+def _tool(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     run: Callable[[argparse.Namespace], None] = arguments.run
     try:
@@ -199,10 +208,11 @@ def _machine_facts(drive: str) -> str:
     import torch
 
     from threed import device, native
+    from threed.ops import launch
     from threed.topology import backends
 
     lines = [f"python       {platform.python_version()}"]
-    for name in ("threed", "torch", "numpy", "safetensors", "tokenizers", "wandb", "transformers", "matplotlib"):
+    for name in "threed torch numpy safetensors pydantic tokenizers wandb transformers matplotlib".split():
         try:
             lines.append(f"{name:<12} {version(name)}")
         except PackageNotFoundError:
@@ -213,6 +223,9 @@ def _machine_facts(drive: str) -> str:
     for name, found in native.status().items():
         found = found.replace("\n", "\n" + " " * 13)
         lines.append(f"{f'kernels {name}':<12} {found}")
+    if native.library("cuda") is not None:
+        gpus = [torch.device("cuda", i) for i in range(device.count())]
+        lines += [f"{'':<12} {launch.problem(gpu) or f'they run on {gpu}'}" for gpu in gpus]
     return "\n".join([*lines, f"drive        {_drive_facts(drive)}"])
 
 

@@ -14,10 +14,9 @@ from __future__ import annotations
 import keyword
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
 from threed.param_groups import ParamGroup as ParamGroup
 from threed.parse import printable
+from threed.schema import BaseModel, ConfigDict, Field, model_validator
 from threed.values import (
     Architecture,
     AutoSwitch,
@@ -322,7 +321,9 @@ class RunConfig(_Group):
         "none", description="where copies in memory are kept: on each rank's own machine, or on the next one as well"
     )
     recheck_bad_steps: Switch = Field(
-        False, description="compute a skipped step twice, to tell a machine that errs from data that are bad"
+        False,
+        description="compute a skipped step twice, to tell a machine that errs from data that are bad; steps then use"
+        " deterministic kernels only",
     )
     compile: Switch = Field(False, description="blocks run through torch.compile")
     compile_backend: Text = Field("inductor", description="who compiles them: a backend of torch.compile")

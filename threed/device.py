@@ -151,6 +151,12 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """The most bytes of shared memory that a block may ask for on a GPU."""
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
 def start_copy_in(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Returns values on a device, in a dtype (by default theirs); the host does not wait for a copy to a GPU.
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from threed.checkpoint.hf import export_hf
 from threed.data import Data
+from threed.data.tokenizer import Tokenizer
 from threed.disk import why
 from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.monitor import figures
+from threed.packages import MissingPackageError
 from threed.sampling import NotFiniteError, generate
-from threed.schedules import Plan, replay, span_and_bubble, stack, svg
+from threed.schedules import Plan, idle_shares, replay, stack, svg
 
 PROMPT = "def "
 
@@ -32,6 +36,16 @@ def memory_rows(forecast: Forecast, peaks: Sequence[int], step: int) -> list[dic
         {"rank": rank.rank, "label": rank.label, "predicted": rank.bytes, "measured": peak, "step": step}
         for rank, peak in zip(forecast.ranks, peaks, strict=True)
     ]
+
+
+def export(checkpoint: Path, folder: Path, tokenizer: Tokenizer, note: Callable[[str], None]) -> list[tuple[str, Path]]:
+    """Writes a Hugging Face folder, and returns where; a package that this needs and that is not installed costs a
+    message."""
+    try:
+        return [("export", export_hf(checkpoint, folder, tokenizer))]
+    except MissingPackageError as error:
+        note(f"export     not written: {error}; then: threed convert {checkpoint} {folder}")
+        return []
 
 
 def draw(
@@ -69,8 +83,8 @@ def _pipeline(forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]]) ->
     ends = [end for row in spans for _, _, end in row]
     extent = max(ends) - min(start for row in spans for _, start, _ in row)
     name, count = Path(forecast.config.parallel.schedule).name, forecast.microbatches
-    ran = f"measured bubble {span_and_bubble(spans)[1]:.1%}, ideal {forecast.bubble:.1%}; {count} micro-batches"
-    due = f"bubble {span_and_bubble(planned)[1]:.1%}: each action takes the mean of its kind, messages take no time"
+    ran = f"ranks idle {fmean(idle_shares(spans)):.1%}, predicted {forecast.idle:.1%}; {count} micro-batches"
+    due = f"ranks idle {fmean(idle_shares(planned)):.1%}: each action takes the mean of its kind, messages take no time"
     return stack([  # the legend stands with the messages
         svg(spans, f"One step of {name} on {ranks}, as it ran", ran, unit="s", ways=plan.ways),
         svg(planned, "As planned, with these times", due, legend=False, unit="s", extent=extent),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import cast
 
 from threed import models, schedules
@@ -29,7 +30,7 @@ from threed.sharding import spec_of
 from threed.topology import Topology, default_device
 from threed.zero.setup import rule
 
-MIB = 2**20
+GIB = 2**30
 _VERSIONS = "a second one of the parameters, and a copy of the slices of gradients; updates are one step late"
 
 
@@ -49,7 +50,12 @@ class RankForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The prediction: of the whole run, and of each rank. ways: ranks of the pipeline that hold every stage."""
+    """The prediction: of the whole run, and of each rank.
+
+    bubble: of the pipeline rank with the longest time from its first to its last action, the share in which it does not
+    compute (arXiv 2401.10241). idle: mean over pipeline ranks of the share of the step in which they do not compute.
+    ways: ranks of the pipeline that hold every stage.
+    """
 
     config: Config
     model: str
@@ -57,6 +63,7 @@ class Forecast:
     parameters: int
     microbatches: int
     bubble: float
+    idle: float
     flops_per_token: float
     ranks: Sequence[RankForecast]
     division: Division | None = None
@@ -94,19 +101,20 @@ class Forecast:
             found = held[columns[place["tp"]]][place["pp"]]
             layers = pipeline.cut.chunks(place["pp"])
             ranks.append(RankForecast(rank, grid.label(rank), layers, found.bytes, found.sends))
-        bubble = division.bubble if division else columns[0].bubble(flops, pipeline)
+        costs = division.costs if division else columns[0].stage_costs(flops, pipeline)
+        timeline = schedules.simulate(pipeline.plan, costs)
         counted = sum(
             3.0 * cost.flops for cost in whole.costs
         )  # not what the model says it costs, in a unit of its own
         per_token = counted / (config.train.micro_batch * config.model.seq)
         name = type(whole.model).__name__ if own else config.model.arch
         return cls(
-            config, name, grid.sizes, whole.parameters, pipeline.plan.microbatches, bubble, per_token, ranks, division,
-            pipeline.plan.ways,
+            config, name, grid.sizes, whole.parameters, pipeline.plan.microbatches, timeline.bubble,
+            fmean(schedules.idle_shares(timeline.spans)), per_token, ranks, division, pipeline.plan.ways,
         )  # fmt: skip
 
     def text(self) -> str:
-        """The forecast for people: one line a fact, one line a rank (the first 16)."""
+        """The forecast for people: one line per fact, and one per set of ranks that hold the same."""
         c, train = self.config, self.config.train
         grid = " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1) or "one rank"
         widths, moments, dp = _widths(c), len(rule(c.optim).state_names), self.sizes["dp"]
@@ -114,7 +122,7 @@ class Forecast:
         small = c.zero.resident
         states = regime(*widths, c.zero.stage, shards, replicas=dp // shards, moments=moments, resident=small)
         sends = {axis: max(rank.sends[axis] for rank in self.ranks) for axis in AXES}
-        sent = " + ".join(f"{axis} {size / MIB:.1f}" for axis, size in sends.items() if size)
+        sent = " + ".join(f"{axis} {_gib(size)}" for axis, size in sends.items() if size)
         lines = [
             f"model      {self.model}, {self.parameters / 1e6:.2f} M parameters, {c.precision.dtype}",
             f"states     {states}{_ways_text(c, self.ways)}",
@@ -126,18 +134,43 @@ class Forecast:
             *(f"partition  {notice}" for notice in (self.division.notices if self.division else ())),
             *([f"order      {_order_text(self.microbatches)}"] if c.zero.order == "layer" else []),
             *([f"recompute  {_recompute_text(c)}"] if c.recompute.mode != "none" else []),
-            *([f"traffic    up to {sent} MiB sent by a rank in a step"] if sent else []),
-            *(_line(rank) for rank in self.ranks[:16]),
+            *([f"traffic    up to {sent} GiB sent by a rank in a step"] if sent else []),
+            *_lines(self.ranks),
         ]
-        return "\n".join(lines + [f"  … and {len(self.ranks) - 16} more"] * (len(self.ranks) > 16))
+        return "\n".join(lines)
 
 
-def _line(rank: RankForecast) -> str:
-    device = [f"{name} {size / MIB:.1f}" for name, size in rank.bytes.items() if name not in ("peak", "offloaded")]
-    away = f"; offloaded {rank.bytes['offloaded'] / MIB:.1f}" if "offloaded" in rank.bytes else ""
-    parts = " + ".join(device) + away
+def _lines(ranks: Sequence[RankForecast]) -> list[str]:
+    """One line per set of ranks whose layers and bytes read the same, in the order of their first ranks."""
+    alike: dict[str, list[RankForecast]] = {}
+    for rank in ranks:
+        alike.setdefault(_holds(rank), []).append(rank)
+    heads = [_head(same) for same in alike.values()]
+    width = max(map(len, heads))
+    return [f"  {head:<{width}}  {holds}" for head, holds in zip(heads, alike, strict=True)]
+
+
+def _head(same: Sequence[RankForecast]) -> str:
+    """Which ranks, and their places in the grid: the first and the last, and how many if there are others between."""
+    first, last, count = same[0], same[-1], len(same)
+    if count == 1:
+        return f"rank {first.rank}  {first.label}"
+    some = f" ({count} of them)" if last.rank - first.rank >= count else ""
+    return f"rank {first.rank} – rank {last.rank}{some}  {first.label} – {last.label}"
+
+
+def _holds(rank: RankForecast) -> str:
+    """The layers and bytes of a rank."""
+    device = [f"{name} {_gib(size)}" for name, size in rank.bytes.items() if name not in ("peak", "offloaded")]
+    away = f"; offloaded {_gib(rank.bytes['offloaded'])}" if "offloaded" in rank.bytes else ""
     layers = "layers " + ", ".join(f"{chunk.start}–{chunk.stop - 1}" for chunk in rank.layers)
-    return f"  rank {rank.rank:<3} {rank.label:<15} {layers:<14} {rank.bytes['peak'] / MIB:8.1f} MiB = {parts}"
+    return f"{layers:<14} {_gib(rank.bytes['peak']):>6} GiB = {' + '.join(device)}{away}"
+
+
+def _gib(size: float) -> str:
+    """Bytes in GiB, with a digit more where they are few."""
+    gib = size / GIB
+    return f"{gib:.1f}" if gib >= 10 else f"{gib:.2f}" if gib >= 1 else f"{gib:.4f}"
 
 
 def _widths(config: Config) -> tuple[int, int]:
@@ -185,11 +218,10 @@ class _Column:
             self.layers, self.topology, self.config, lambda _: flops, lambda *_: cast(Division, division)
         )  # fmt: skip
 
-    def bubble(self, flops: Sequence[float], pipeline: Pipeline) -> float:
-        """Of the schedule played out with each stage's own FLOPs."""
+    def stage_costs(self, flops: Sequence[float], pipeline: Pipeline) -> schedules.Costs:
+        """The times of stages if time went by FLOPs."""
         again = recomputed_layers(self.config, self.layers) if self.config.recompute.mode == "full" else ()
-        costs = stage_costs(times_by_flops(flops, again), pipeline.cut.ranges)
-        return schedules.simulate(pipeline.plan, costs).bubble
+        return stage_costs(times_by_flops(flops, again), pipeline.cut.ranges)
 
     def blueprint(self, stage: int, pipeline: Pipeline) -> Blueprint:
         """What the first rank of a stage in this column holds."""

@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from threed import collectives, device, models, pretrained
+from threed import collectives, device, models, pretrained, recheck
 from threed.arguments import Options, format_problems, help_text, load, load_checked
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, check_space
@@ -92,7 +92,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         forecast = _forecast(config, world, options.dry_run)
     except ConfigError as error:
         return refuse(format_problems(error.problems))
-    problems = _problems_here(config, forecast, data)
+    problems = _problems_here(config, forecast, data, options.dry_run)
     if options.dry_run:  # of a run on another machine, perhaps: what is in the way on this one is only said
         text = [] if forecast is None else [forecast.text()]
         return _say("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
@@ -211,6 +211,8 @@ def train(config: Config, data: Data, command: list[str], forecast: Forecast | N
     p = config.parallel
     limit = config.run.hang_timeout
     timeout = max(TIMEOUT, timedelta(seconds=limit + GRACE_S))  # no less: loading and the end are not watched
+    if config.run.recheck_bad_steps:
+        recheck.configure_cublas()
     topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=timeout)
     slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile)
     engine = Engine(models.build(config.model, slicing), topology, config)
@@ -274,11 +276,16 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
         raise ConfigError([str(error)]) from None
 
 
-def _problems_here(config: Config, forecast: Forecast | None, data: Data) -> list[str]:
-    """What this machine's disk, drive or devices, or a checkpoint on it, object to."""
+def _problems_here(config: Config, forecast: Forecast | None, data: Data, dry_run: bool) -> list[str]:
+    """What this machine's disk, drive or devices, or a checkpoint on it, object to.
+
+    dry_run: the run may be planned for another machine, so free space and the drive here do not matter.
+    """
     folder = Path(config.run.dir or "runs")
-    problems = [*_disk_problems(folder, forecast), *_resume_problems(folder, config, data), *_device_problems(config)]
-    return problems + _drive_problems(config.zero.nvme_path)
+    problems = [*_folder_problems(folder), *_resume_problems(folder, config, data), *_device_problems(config)]
+    if not dry_run:
+        problems += [*_space_problems(folder, forecast), *_drive_problems(config.zero.nvme_path)]
+    return problems
 
 
 def _drive_problems(folder: str | None) -> list[str]:
@@ -306,16 +313,22 @@ def _why_not(place: Path) -> str:
     return f" in {place}{', which is read-only' if os.statvfs(place).f_flag & os.ST_RDONLY else ''}:"
 
 
-def _disk_problems(folder: Path, forecast: Forecast | None) -> list[str]:
+def _folder_problems(folder: Path) -> list[str]:
     there, saves = _existing(folder), _existing(folder / "checkpoints")
     place = there if saves == there or _why_not(there) else saves
     if why_not := _why_not(place):
         what = f"the run folder {folder} cannot be made" if place == there else f"nothing can be saved in {folder}"
         return [f"{what}{why_not} choose another with --run.dir"]
-    if forecast is None:
+    return []
+
+
+def _space_problems(folder: Path, forecast: Forecast | None) -> list[str]:
+    if forecast is None or _folder_problems(folder):
         return []
     try:
-        check_space(saves, checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype))
+        check_space(
+            _existing(folder / "checkpoints"), checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype)
+        )
     except CheckpointError as error:
         return [str(error)]
     return []

@@ -123,6 +123,11 @@ class Later:
         assert self._found is not None
         return self._found
 
+    @property
+    def found(self) -> Numbers | None:
+        """The numbers, if they were found before."""
+        return self._found
+
 
 @dataclass(frozen=True, eq=False)
 class StepMetrics:
@@ -139,6 +144,19 @@ class StepMetrics:
     seconds: Mapping[str, float]
     _faults: Faults
     max_bad_steps: int = 0
+
+    def __repr__(self) -> str:
+        """The values, without the errors that properties raise; "not read yet" where finding them needs other ranks."""
+        numbers = self._numbers.found
+        names = ("loss", "grad_norm", "lr", "loss_scale")
+        parts = [f"step={self.step}", f"tokens={self.tokens}"]
+        if numbers is None:
+            parts += [f"{name}=<not read yet>" for name in names]
+        else:
+            parts += [f"{name}={float(getattr(numbers, name)):.6g}" for name in names]
+            parts += [f"skipped={int(numbers.skipped)}", f"bad_steps={int(numbers.in_a_row)}"]
+        parts += [f"{name}={seconds:.3g}" for name, seconds in self.seconds.items()]
+        return f"StepMetrics({', '.join(parts)})"
 
     def _checked(self, value: Tensor) -> float:
         numbers = self._numbers()

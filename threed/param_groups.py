@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from threed.schema import BaseModel, ConfigDict, Field, model_validator
 
 _FORM = '"pattern: lr=X, weight-decay=X"'
 _SEPARATE = "separate groups by ; in a flag, in TOML they are items of a list"

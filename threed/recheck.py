@@ -12,15 +12,22 @@ error told from what is reproducible).
 What a rank computes is compared by hashes of what it hands on: activations to the next stage, losses, gradients before
 they are summed. One rank's error spreads: forward to later stages, backward to earlier ones, at once to its tensor
 ranks, but not to other data ranks before gradients are summed. So blame is for the first that differs on that way;
-tensor ranks are named together. Where operations are not deterministic, everything looks like an error.
+tensor ranks are named together.
+
+Two computations are equal only if every operation is deterministic, which the attention backward of GPUs is not by
+default. So all steps run under `torch.use_deterministic_algorithms`: torch takes deterministic kernels (no cuDNN
+attention), and an operation that has none raises NondeterministicError. What torch cannot see, such as a custom kernel
+with atomics, must be deterministic itself.
 
 Phases of a step: remember · step, recorded · not bad: done · go back, step again · compare, say.
 """
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +46,38 @@ from threed.zero.layout import Bucket
 from threed.zero.replicas import FACTOR, fingerprint
 
 Place = Mapping[str, int]  # a rank's coordinates
+
+
+class NondeterministicError(RuntimeError):
+    """A step has an operation for which torch has no deterministic kernel, so it cannot be computed twice alike."""
+
+
+def configure_cublas() -> None:
+    """Has cuBLAS compute deterministically, unless the environment has chosen how. Takes effect only before the first
+    matrix product of the process on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Lets torch use deterministic kernels only; NondeterministicError for an operation without one."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # it would cost a write of every buffer
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_deterministic_algorithms" not in str(error):
+            raise
+        what = "--run.recheck-bad-steps compares two computations of a step, and one operation is not deterministic"
+        raise NondeterministicError(f"{what}: {error} Leave --run.recheck-bad-steps off for this model.") from error
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = fill
+
+
 Run = Callable[[Plan, Sequence[MicroBatch]], list[Tensor]]
 
 
@@ -140,7 +179,8 @@ class Recheck:
 
     def _recorded(self, batch: Batch) -> tuple[StepMetrics, Record, int]:
         self.record = Record(self.engine.topology.device)
-        metrics = self.engine.step(batch)
+        with deterministic():
+            metrics = self.engine.step(batch)
         record, row = self.record, self.engine.bad_steps()
         return metrics, record, row
 

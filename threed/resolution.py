@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel
-
 from threed import architectures, schedules
 from threed.config import Config, ConfigError, DType, ModelConfig, PrecisionConfig
+from threed.schema import BaseModel
 
 
 def derive_dp(config: Config, world_size: int) -> int:

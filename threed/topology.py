@@ -238,14 +238,18 @@ class Topology:
         return self.sizes["tp"]
 
     def _even_out(self) -> None:
-        """Brings all ranks to the same number of groups, whatever groups a program made before: see `_line`."""
+        """Brings all ranks to the same number of groups, whatever groups a program made before: see `_line`.
+
+        The groups that make up for missing ones are gloo's: where NCCL's world is bound to a device, making a group of
+        NCCL's splits the world's communicator, for which every rank waits, and only some ranks are here.
+        """
         if self.on_paper or self.world == 1:
             return
         made = len(dist.distributed_c10d._world.pg_names)
         most = torch.tensor(made, device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         for _ in range(int(most) - made):
-            dist.new_group([self.rank], use_local_synchronization=True)
+            dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
 
     def _line(self, label: str, ranks: tuple[int, ...]) -> Axis:
         """The axis of `ranks`. A rank that is not among them makes a group of its own meanwhile; it is of no use.

@@ -13,6 +13,7 @@ import shlex
 import threading
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from threed.arguments import to_toml
 from threed.bad_numbers import Guard
 from threed.batches import Batch
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.hf import export_hf
 from threed.checkpoint.hf_folder import is_hf_folder
 from threed.checkpoint.resuming import compare
 from threed.checkpoint.retention import Retention, candidates, job_name
@@ -36,10 +36,11 @@ from threed.elastic import Memory, resume
 from threed.engine import Engine, StepMetrics
 from threed.footprint import measuring
 from threed.forecast import Forecast
-from threed.monitor import Monitor, Throughput, process
+from threed.monitor import Monitor, Throughput, Traffic, process
 from threed.preemption import Preempted, Stop
+from threed.provenance import provenance, tags
 from threed.saves import Saves
-from threed.schedules import Action, span_and_bubble
+from threed.schedules import Action, idle_shares
 from threed.supervision import Supervision
 from threed.validation import Validation
 from threed.zero.setup import describe_rate
@@ -77,6 +78,7 @@ class Trainer:
         self.saves = Saves(engine, self.retention, lambda text: self.monitor.note(text), lambda: self.monitor.sync())
         self.saving_s = 0.0
         self.spans: list[Any] = []
+        self.traffic = Traffic()
         self.peak = self.weighed = 0  # the most bytes of tensors in a step, and which step that was
         self.profiler: torch.profiler.profile | None = None
 
@@ -165,8 +167,12 @@ class Trainer:
         return Monitor(
             self.folder, self.config.train.steps, self.engine.steps, self.main, wandb=log.wandb, project=log.project,
             name=self.config.run.name, run_id=run_id, drop_later=writes,
-            config={**self.config.model_dump(mode="json"), "data_sha256": self.data.sha256},
+            config={**self.config.model_dump(mode="json"), "data_sha256": self.data.sha256, **self._provenance()},
+            tags=tags(self.config, self.topology),
         )  # fmt: skip
+
+    def _provenance(self) -> dict[str, Any]:
+        return {} if self.forecast is None else provenance(self.topology, self.forecast.parameters)
 
     def _log_header(self, aside: str) -> None:
         """Says what is about to happen, and keeps the configuration; `aside`: the checkpoints that were set aside."""
@@ -220,8 +226,10 @@ class Trainer:
         if logged:
             self.engine.record()
         self._profile(step)
+        self.topology.traffic.clear()  # of what is not a step: the start, evaluation, saves
         metrics = self._step(step, batch)
         loss = metrics.loss if logged else None  # reading it waits for the device, so only where it is told
+        self.traffic.add(self.topology.traffic)
         # Saving counts with the step after it: a checkpoint is written once the step's line is, or a crash between
         # the two would lose the line for good.
         spent = time.perf_counter() - begin + self.saving_s
@@ -253,9 +261,11 @@ class Trainer:
         """Everything that is logged of a step. Collective: traffic and memory come from all ranks."""
         self.guard.tell(metrics)
         self.spans = self._all_spans()
-        traffic = dict(self.topology.traffic)
-        self.topology.traffic.clear()
-        mine = {"traffic": traffic, "rss": process.peak_rss_bytes(), "alloc": peak_bytes(self.topology.device)}
+        mine = {
+            "traffic": self.traffic.take(),
+            "rss": process.peak_rss_bytes(),
+            "alloc": peak_bytes(self.topology.device),
+        }
         everyone = collectives.exchange({**mine, "asked": self.stop.asked()}, self.world)
         self.stop.take([rank["asked"] for rank in everyone])
         row: dict[str, float] = {
@@ -274,7 +284,10 @@ class Trainer:
         for axis in ("tp", "pp", "dp", "cp"):
             row[f"comm/{axis}_gib"] = sum(rank["traffic"].get(axis, 0) for rank in everyone) / GIB
         if self.topology.pp > 1 and self.forecast is not None:
-            row["pp/bubble_measured"] = span_and_bubble(self.spans)[1]
+            idle = idle_shares(self.spans)
+            row["pp/bubble_measured"] = fmean(idle)
+            row["pp/slowest_stage"] = idle.index(min(idle))
+            row["pp/bubble_predicted"] = self.forecast.idle
             row["pp/bubble_ideal"] = self.forecast.bubble
         return row
 
@@ -376,7 +389,7 @@ class Trainer:
         made = [("figures", path) for path in drawn]
         made += [("metrics", self.folder / "metrics.jsonl"), ("checkpoint", self.checkpoint(self.saves.last_saved))]
         if self.config.checkpoint.export_hf:
-            made.append(("export", export_hf(made[-1][1], self.folder / "hf", self.data.tokenizer)))
+            made += final_report.export(made[-1][1], self.folder / "hf", self.data.tokenizer, note)
         if text:
             note(f"the model writes:\n{text}\n")
         for what, path in made:

@@ -7,11 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field
-
 from threed import architectures, schedules
 from threed.architectures.rope_scaling import RopeScaling, read_scaling
 from threed.param_groups import ParamGroup, read_groups
+from threed.schema import AfterValidator, BeforeValidator, Field
 
 
 @dataclass(frozen=True)

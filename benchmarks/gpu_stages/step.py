@@ -28,6 +28,7 @@ from benchmarks.gpu_stages.stage import NotHere, Stage, main
 from benchmarks.gpu_stages.timing import busy
 from benchmarks.reference import ADAM, GPTConfig
 from benchmarks.trainer import make_trainer, renamed
+from threed.config import ConfigError
 from threed.ops import activation, adam, cross_entropy, launch, norm, sums
 from threed.topology import Topology
 
@@ -352,6 +353,8 @@ def attempt(work: Callable[[], dict[str, Any]], stage: Stage) -> dict[str, Any]:
         return work()
     except torch.OutOfMemoryError:
         return {"note": f"{NOT_MEASURED}: out of memory beside our engine"}
+    except ConfigError as error:  # such as --run.compile with a torch that has not what it takes
+        return {"note": f"{NOT_MEASURED}: {str(error)[:300]}"}
     except Exception as error:
         return {"wrong": f"{type(error).__name__}: {str(error)[:300]}"}
 

@@ -106,12 +106,18 @@ __device__ __forceinline__ T* dynamic_shared() {
   return reinterpret_cast<T*>(dynamic_shared_memory);
 }
 
-template <class... P, class... A>
-int launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream, A... given) {
-  kernel<<<grid, block, shared, stream>>>(P(given)...);
-  return cudaPeekAtLastError();
+template <class... P>
+void enqueue(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream, P... given) {
+  kernel<<<grid, block, shared, stream>>>(given...);
 }
 #endif
+
+// Returns the error of this launch and clears it, so that later launches do not report it again.
+template <class... P, class... A>
+int launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream, A... given) {
+  enqueue<P...>(kernel, grid, block, shared, stream, P(given)...);
+  return cudaGetLastError();
+}
 
 constexpr size_t SHARED_WITHOUT_ASKING = 48 << 10;
 
@@ -119,5 +125,7 @@ constexpr size_t SHARED_WITHOUT_ASKING = 48 << 10;
 template <class K>
 int allow_shared(K* kernel, size_t bytes) {
   if (bytes <= SHARED_WITHOUT_ASKING) return cudaSuccess;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+  const int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+  if (error) cudaGetLastError();  // clears it
+  return error;
 }

@@ -148,6 +148,7 @@ def _doors(watch: Watching) -> Iterator[None]:
         (door.copy_stream, lambda *_: stream),
         (door.mark, lambda _: Event(watch)),
         (door.synchronize, lambda *_: watch.waits_for_device("device")),
+        (door.shared_memory, lambda _: 227 << 10),
         (door.rng_states, lambda _: {}),
         (door.set_rng_states, lambda *_: None),
         (pool.host_buffer, lambda nbytes: watch.pin(torch.empty(nbytes, dtype=torch.uint8))),

@@ -37,7 +37,7 @@ namespace {
 
 constexpr size_t STACK_BYTES = 64 << 10;
 constexpr uint32_t NOBODY = ~0u, SEVERAL = ~0u - 1;
-constexpr size_t LARGEST_SHARED = 227 << 10, SHARED_WITHOUT_ASKING = 48 << 10;
+constexpr size_t SHARED_WITHOUT_ASKING = 48 << 10;
 
 // The last write of a byte, or its readers since: lanes of one warp; or several warps, or several blocks.
 struct Mark {
@@ -116,6 +116,8 @@ struct Machine {
   std::vector<Module> modules;
   Module module{};  // whose kernel runs
   std::map<const void*, size_t> allowed_shared;
+  size_t largest_shared = 0;  // that a block may ask for
+  int last_error = cudaSuccess, driver_error = cudaSuccess;
   std::unordered_map<const void*, uint32_t> numbers;  // of instructions
   std::vector<const void*> instructions;
 
@@ -417,12 +419,13 @@ void run_block() {
 
 // What is wrong with a launch; 0 where nothing is.
 cudaError_t refused(const Configuration& c, const void* kernel) {
+  if (machine.driver_error) return machine.driver_error;
   const auto product = [](dim3 d) { return uint64_t(d.x) * d.y * d.z; };
   const uint64_t threads = product(c.block);
   if (!threads || threads > 1024 || c.block.z > 64 || !product(c.grid)) return cudaErrorInvalidConfiguration;
   if (c.grid.x > 0x7fffffffu || c.grid.y > 65535 || c.grid.z > 65535) return cudaErrorInvalidConfiguration;
   const auto allowed = machine.allowed_shared.find(kernel);
-  const size_t most = allowed == machine.allowed_shared.end() ? 0 : std::min(allowed->second, LARGEST_SHARED);
+  const size_t most = allowed == machine.allowed_shared.end() ? 0 : std::min(allowed->second, machine.largest_shared);
   return c.shared > std::max(SHARED_WITHOUT_ASKING, most) ? cudaErrorInvalidValue : cudaSuccess;
 }
 
@@ -513,7 +516,13 @@ void access(const void* to, size_t size, bool write, const void* from) {
   }
 }
 
-void allow_shared(const void* kernel, size_t bytes) { machine.allowed_shared[kernel] = bytes; }
+int& last_error() { return machine.last_error; }
+
+int allow_shared(const void* kernel, size_t bytes) {
+  if (bytes > machine.largest_shared) return cudaErrorInvalidValue;
+  machine.allowed_shared[kernel] = bytes;
+  return cudaSuccess;
+}
 
 void add_module(const char* first, const char* zeroed, const char* last) {
   machine.modules.push_back({first, zeroed, last});
@@ -553,8 +562,9 @@ int run(const void* kernel, const Configuration& c, void (*body)(const void*), c
 extern "C" {
 
 // Begins anew. order: 0 random, 1 first thread to last, 2 last to first. checks: 0 only runs. traced_blocks: of each
-// launch, whose sectors and bank passes are counted.
-void emulator_begin(unsigned seed, int order, int checks, int traced_blocks) {
+// launch, whose sectors and bank passes are counted. largest_shared: bytes of shared memory that a block may ask for.
+// driver_error: with which every launch is refused.
+void emulator_begin(unsigned seed, int order, int checks, int traced_blocks, int largest_shared, int driver_error) {
   using emulator::machine;
   machine.regions.clear();
   machine.error.clear();
@@ -563,6 +573,10 @@ void emulator_begin(unsigned seed, int order, int checks, int traced_blocks) {
   machine.checks = checks != 0;
   machine.traced_blocks = uint32_t(traced_blocks);
   machine.counts = {};
+  machine.allowed_shared.clear();
+  machine.largest_shared = size_t(largest_shared);
+  machine.last_error = cudaSuccess;
+  machine.driver_error = driver_error;
 }
 
 // Hands memory over to kernels; returns its number. known: it holds values that a kernel may read.

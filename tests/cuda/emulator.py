@@ -47,6 +47,7 @@ Order = Literal["random", "forward", "backward"]
 ORDERS: tuple[Order, ...] = ("random", "forward", "backward")
 PROCESSORS = 3  # multiprocessors of the emulated device
 TRACED_BLOCKS = 2  # of each launch, whose sectors and bank passes are counted
+SHARED_MEMORY = 227 << 10  # bytes that a block may ask for, as on sm_90
 
 
 class Fault(AssertionError):
@@ -99,16 +100,11 @@ class Machine:
 
     def start(self, name: str, *arguments: launch.Argument) -> None:
         """Runs a kernel; raises `Fault` at the first thing that it does wrong, and ValueError for a refused launch."""
-        names = self.parameters[name]
-        assert len(names) == len(arguments), f"{name} takes {names}"
+        plain, names = launch.check_types(name, arguments), self.parameters[name]
         tensors = {n: a for n, a in zip(names, arguments, strict=True) if isinstance(a, Tensor)}
         numbers = {n: self._buffer(n, tensor) for n, tensor in tensors.items()}
         before, counts = {n: self._traffic(k) for n, k in numbers.items()}, self._counts()
-        launcher = getattr(self.library, f"threed_cuda_{name}")
-        kinds = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_double}
-        plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-        launcher.argtypes = [*(kinds.get(type(a), ctypes.c_void_p) for a in arguments), ctypes.c_void_p]
-        code = launcher(*plain, None)
+        code = launch.declare(self.library, name)(*plain, None)
         if text := runtime().emulator_error().decode():
             raise Fault(readable(text))
         if code:
@@ -179,11 +175,14 @@ def emulated(
     checks: bool = True,
     library: Path | None = None,
     torch_writes: bool = False,
+    shared_memory: int = SHARED_MEMORY,
+    driver_error: int = 0,
 ) -> Iterator[Machine]:
     """Runs what `threed.ops.launch` starts on the CPU, where layers take bf16 to these kernels.
 
     library: other kernels than those of csrc/cuda. torch_writes: kernels are not alone, so that only memory which one
-    of our operators makes counts as never written.
+    of our operators makes counts as never written. shared_memory: the most bytes that a block of the device may ask
+    for. driver_error: with which every launch is refused.
     """
     if torch.get_default_device().type == "cuda":
         with _on_gpu() as machine:
@@ -191,11 +190,12 @@ def emulated(
         return
     path = library or build()
     machine = Machine(_loaded(path), parameters(), torch_writes)
-    runtime().emulator_begin(seed, ORDERS.index(order), checks, TRACED_BLOCKS)
+    runtime().emulator_begin(seed, ORDERS.index(order), checks, TRACED_BLOCKS, shared_memory, driver_error)
     with (
         mock.patch.object(launch, "start", machine.start),
         mock.patch.object(launch, "available", return_value=True),
         mock.patch.object(device, "processors", return_value=PROCESSORS),
+        mock.patch.object(device, "shared_memory", return_value=shared_memory),
         _FreshMemory(machine, torch_writes),
     ):
         yield machine

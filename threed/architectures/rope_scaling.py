@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from threed.schema import BaseModel, ConfigDict, Field, model_validator
 
 _FORM = '"TYPE: key=X, key=X" with the keys of rope_parameters, such as "linear: factor=2"'
 _Factor = Annotated[float, Field(gt=0)]

@@ -19,7 +19,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from threed import architectures
@@ -31,6 +30,7 @@ from threed.checkpoint.files import CheckpointError
 from threed.config import ModelConfig
 from threed.parse import printable
 from threed.resolution import resolve_model
+from threed.schema import ValidationError
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]  # the first element along every dimension, and how many

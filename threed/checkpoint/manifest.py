@@ -22,11 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-
 from threed.checkpoint import coverage
 from threed.checkpoint.checksum import checksum, tree_hash
 from threed.checkpoint.files import CheckpointError, plain, sha256
+from threed.schema import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 FORMAT = "threed-checkpoint"
 VERSION = 3  # 1 had neither buffers nor generators; 2 listed the boxes of every file
@@ -71,8 +70,8 @@ class _File(_Strict):
 
     file: Annotated[Name, Field(max_length=100)]
     size: Counter
-    buffers: list[Buffer] = []
-    generators: list[Name] = []
+    buffers: list[Buffer] = Field(default_factory=list)
+    generators: list[Name] = Field(default_factory=list)
 
 
 class _Boxes(_File):
@@ -125,7 +124,7 @@ class _State(_Strict):
     updates: Amount
     skips: Amount
     extra: dict[str, Any]
-    uses: dict[Name, Counter] = {}
+    uses: dict[Name, Counter] = Field(default_factory=dict)
     unused: _Unused | None = None
     loss_scale: Annotated[float, Field(gt=0)] | None = None
     good_steps: Amount | None = None

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from threed.packages import needed
 from threed.parse import plain
 
 Tokens = NDArray[np.integer[Any]]
@@ -126,6 +127,7 @@ class ByteTokenizer:
 
     def save_hf(self, folder: Path) -> None:
         """Writes a byte-pair tokenizer.json without merges that maps byte b to id b, and its two companions."""
+        needed("tokenizers", "a tokenizer.json for exported weights")
         from tokenizers import AddedToken, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as Backend
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
 from threed.config import Config, ConfigError
 from threed.ds_config import keys
 from threed.ds_config.offload import find_places, settle_aio
@@ -16,6 +14,7 @@ from threed.ds_config.optimizers import Group
 from threed.ds_config.schedulers import LearningRate, learning_rate
 from threed.ds_config.section import Auto, Report, Section
 from threed.precision import LossScale
+from threed.schema import ValidationError
 
 DTYPE_NAMES = {
     "fp32": "fp32", "float32": "fp32", "float": "fp32", "torch.float32": "fp32",

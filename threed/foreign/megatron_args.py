@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from threed.architectures.checks import find_model_problems
 from threed.checkpoint.files import CheckpointError, plain
 from threed.config import ModelConfig
 from threed.resolution import resolve_model
+from threed.schema import ValidationError
 
 # What models here do not have: names, and the values with which they change nothing. Left out, they change nothing too.
 OTHERS: Mapping[str, tuple[Any, ...]] = {

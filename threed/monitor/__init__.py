@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from threed.disk import why
 from threed.monitor.heartbeat import Heartbeat
-from threed.monitor.meter import Throughput
+from threed.monitor.meter import Throughput, Traffic
 from threed.monitor.metrics import MetricsFile, encode
 from threed.monitor.progress import Progress
 from threed.monitor.wandb_log import WandbRun
 
-__all__ = ["Heartbeat", "MetricsFile", "Monitor", "Progress", "Throughput", "WandbRun"]
+__all__ = ["Heartbeat", "MetricsFile", "Monitor", "Progress", "Throughput", "Traffic", "WandbRun"]
 
 MOST_KEPT = 100_000  # rows that wait for a disk
 
@@ -35,8 +35,8 @@ class Monitor:
     """metrics.jsonl, wandb and progress of one run; with `drop_later` the metrics after `start_step` are dropped first.
 
     `wandb` is auto, off, offline or online; `name` defaults to the folder's name; `run_id` is the wandb run to go on
-    with, from the checkpoint. `start_step` is the number of steps already done: 0 for a new run, which therefore clears
-    an old metrics.jsonl.
+    with, from the checkpoint; `tags` are words to filter wandb's runs by. `start_step` is the number of steps already
+    done: 0 for a new run, which therefore clears an old metrics.jsonl.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Monitor:
         config: Mapping[str, Any] | None = None,
         run_id: str | None = None,
         drop_later: bool = True,
+        tags: Sequence[str] = (),
     ) -> None:
         self._dir = Path(run_dir)
         self._write_failed = False
@@ -62,7 +63,7 @@ class Monitor:
         label = name or self._dir.resolve().name
         mode = wandb if main else "off"
         self._progress = Progress(total_steps, start_step, enabled=main)
-        self._wandb = WandbRun(mode, project, label, self._dir, config or {}, run_id, note=self.note)
+        self._wandb = WandbRun(mode, project, label, self._dir, config or {}, run_id, self.note, tags)
 
     @property
     def run_id(self) -> str | None:

@@ -12,6 +12,8 @@ device is known, so never on a CPU, and only for the data type the peak belongs 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Mapping
 
 PHASES = ("data_s", "fwd_bwd_s", "dp_comm_s", "optim_s", "ckpt_s")
 
@@ -98,3 +100,23 @@ class Throughput:
         rates.update({f"perf/{name}": seconds / self._steps for name, seconds in times.items()})
         self._clear()
         return rates
+
+
+class Traffic:
+    """Adds up the bytes that this rank sends in steps and gives their mean per step, then starts anew."""
+
+    def __init__(self) -> None:
+        self._sent: Counter[str] = Counter()
+        self._steps = 0
+
+    def add(self, sent: Mapping[str, int]) -> None:
+        """Counts one step; `sent`: bytes per axis."""
+        self._sent.update(sent)
+        self._steps += 1
+
+    def take(self) -> dict[str, float]:
+        """Returns the mean bytes of a step per axis since the last take; empty if there was no step."""
+        means = {axis: sent / self._steps for axis, sent in self._sent.items()}
+        self._sent.clear()
+        self._steps = 0
+        return means

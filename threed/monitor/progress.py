@@ -30,6 +30,8 @@ _FIELDS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("train/skipped_steps", lambda n: f"skipped {n:.0f}" if n else ""),
     ("perf/tokens_per_s", "{:,.0f} tok/s".format),
     ("perf/mfu", "{:.1%} mfu".format),
+    ("pp/bubble_measured", "bubble {:.0%}".format),
+    ("pp/slowest_stage", "slowest stage {:.0f}".format),
     ("perf/step_s", _duration),
 )
 

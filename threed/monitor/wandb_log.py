@@ -12,6 +12,8 @@ environment variable WANDB_MODE says, else online if wandb's own lookup finds an
   message; from then on this object does nothing. metrics.jsonl stays the record.
 - `step` is logged as a metric of its own and made the x axis: wandb drops rows whose own step counter goes backwards,
   which is what happens when a resumed run repeats steps (wandb/wandb issue 4482).
+- A run's name ends in its id, so that runs of one preset differ; they share a group. A resumed run keeps its id and
+  its name.
 - No secret is sent: the environment is never read into the config, and config values under names such as `api_key`,
   `token`, `secret` or `password` are replaced.
 
@@ -23,7 +25,8 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,6 +47,7 @@ class WandbRun:
         config: Mapping[str, Any],
         run_id: str | None = None,
         note: Callable[[str], None] = print,
+        tags: Sequence[str] = (),
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"unknown wandb mode {mode!r}; choose one of {', '.join(MODES)}")
@@ -52,7 +56,11 @@ class WandbRun:
         self._run: Any = None
         self._step = 0
         if mode != "off":
-            settings = {"project": project, "name": name, "dir": str(directory), "config": redact(config), "id": run_id}
+            known = run_id or secrets.token_hex(4)
+            settings = {
+                "project": project, "name": f"{name}-{known}", "group": name, "job_type": "train", "tags": list(tags),
+                "dir": str(directory), "config": redact(config), "id": known,
+            }  # fmt: skip
             self._try("start", lambda: self._start(mode, settings))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -102,11 +102,18 @@ def vocab_parallel_cross_entropy(
 # id of the shard's first column. Targets outside of the vocabulary cost nothing.
 
 ROW_IN_SHARED_MEMORY = 112 << 10  # bytes: two such blocks fit a multiprocessor (227 KiB on sm_90)
+OF_WARPS = 128  # bytes of shared memory that the kernel for whole rows has besides the row
 
 
 def fits(logits: Tensor) -> bool:
     """Returns whether the kernels take logits [... width]."""
     return logits.shape[-1] % 8 == 0 and logits.shape[-1] > 0 and launch.ready(logits) and launch.packed(logits)
+
+
+def row_fits(columns: int, logits: Tensor) -> bool:
+    """Returns whether a row of so many columns fits the shared memory of the GPU, as `whole` needs."""
+    row = -(-columns // 8) * 16
+    return row <= ROW_IN_SHARED_MEMORY and row + OF_WARPS <= device.shared_memory(launch.gpu_of(logits))
 
 
 def whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tensor:
@@ -214,7 +221,7 @@ def run_weighted(
         tape.note(lambda dloss, weight: (dloss * weight).expand(shape), weight)
         return losses.sum() * weight
     rows, ids, weight, shape = logits.view(-1, logits.shape[-1]), targets.flatten(), weight.float(), logits.shape
-    if axis.size == 1 and 2 * columns <= ROW_IN_SHARED_MEMORY:
+    if axis.size == 1 and row_fits(columns, logits):
         losses = whole(rows, ids, weight, columns)
     else:
         numbers = collectives.all_gather(shard_numbers(rows, ids, columns, first).unsqueeze(0), axis)

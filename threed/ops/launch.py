@@ -9,26 +9,68 @@ A launcher in C sees addresses and sizes only: who calls `start` has checked dev
 from __future__ import annotations
 
 import ctypes
+import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from threed import device, native
 from threed.topology import default_device
 
 Argument = Tensor | int | float | None
 
-_KINDS: dict[type, Any] = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_double}
-_launchers: dict[str, Any] = {}
+# The parameters of each launcher in csrc/cuda before the stream: Pointer, int64 (q), double.
+LAUNCHERS = {
+    "swiglu": "PPqq", "swiglu_backward": "PPPqq", "gelu": "PPPqq", "gelu_backward": "PPPPPqqq",
+    "adamw": "PPPPPqqPPPPddddqqqq", "scale": "PPqq", "cross_entropy": "PPPPqqq", "cross_entropy_stats": "PPPqqqq",
+    "cross_entropy_gradient": "PPPPPqqqqqq", "dropout": "PPPPPqqqqqqqqd", "norm": "PPPPPPPPPqqd",
+    "norm_backward": "PPPPPPPPPqqq", "quantise": "PPPqqq", "dequantise": "PPPqqqq", "rotary": "PPqqqqqd",
+    "add_parts": "PPqPPqqq", "column_sums": "PPqqq", "square_sum": "PPPqq",
+}  # fmt: skip
+_TYPES: dict[str, Any] = {"P": ctypes.c_void_p, "q": ctypes.c_int64, "d": ctypes.c_double}
 
 
 def available(x: Tensor) -> bool:
-    """Returns whether kernels work on this tensor's device: a GPU, where this installation has them. Not in a function
-    that torch.compile reads, which fuses by itself."""
-    return not torch.compiler.is_compiling() and on_gpu(x) and native.library("cuda") is not None
+    """Returns whether kernels work on this tensor's device: a GPU on which one has run. Not in a function that
+    torch.compile reads, which fuses by itself."""
+    if torch.compiler.is_compiling() or not on_gpu(x) or native.library("cuda") is None:
+        return False
+    return not problem(gpu_of(x))
+
+
+def gpu_of(x: Tensor) -> torch.device:
+    """Returns the GPU that x is on; for a tensor on the meta device, the one that it would be on."""
+    return default_device() if x.is_meta else x.device
+
+
+@functools.cache
+def problem(where: torch.device) -> str:
+    """Returns why kernels of the native library do not run on a GPU; "" if one has run there.
+
+    The first call for a device runs a kernel and waits for its result, and warns if there is a problem: the library may
+    have been compiled for a newer driver, or have no code for this GPU.
+    """
+    try:
+        _probe(where)
+    except RuntimeError as error:
+        text = f"kernels of the native library do not run on {where}: {error}"
+        warnings.warn(f"{text}; the plain torch operations run instead", stacklevel=2)
+        return text
+    return ""
+
+
+def _probe(where: torch.device) -> None:
+    """Doubles eight numbers on a device; RuntimeError if that fails or the result is wrong."""
+    with _disable_current_modes(), torch.inference_mode():  # the caller may be tracing
+        x, factor = torch.ones(8, dtype=torch.bfloat16, device=where), torch.full((), 2.0, device=where)
+        start("scale", x, factor, x.numel(), 1)
+        if x.tolist() != [2.0] * 8:
+            raise RuntimeError(f"a kernel that doubles ones gave {x.tolist()}")
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -44,13 +86,19 @@ def ready(x: Tensor) -> bool:
 def start(name: str, *arguments: Argument) -> None:
     """Starts the kernel `threed_cuda_<name>` on the current stream of the tensors' device.
 
-    Tensors go as addresses, None as a null pointer, whole numbers as int64_t, others as double. RuntimeError where CUDA
-    refuses the launch.
+    Args:
+        name: a key of LAUNCHERS.
+        arguments: as LAUNCHERS has them: tensors go as addresses, None as a null pointer.
+
+    Raises:
+        TypeError: arguments are not of the launcher's types.
+        RuntimeError: CUDA refuses the launch; later launches do not see its error.
     """
+    plain = check_types(name, arguments)
     where = next(a.device for a in arguments if isinstance(a, Tensor))
-    launcher = _launchers.get(name) or _declare(name, arguments)
+    launcher = _launcher(name)
     with device.made_current(where):
-        code = launcher(*map(_plain, arguments), device.stream_address(where))
+        code = launcher(*plain, device.stream_address(where))
     if code:
         raise RuntimeError(f"threed_cuda_{name}: CUDA error {code} ({_words(arguments)})")
 
@@ -77,19 +125,34 @@ def define(schema: str, work: Callable[..., Any], fake: Callable[..., Any], laun
     return getattr(torch.ops.threed, name).default
 
 
-def _declare(name: str, arguments: tuple[Argument, ...]) -> Any:
+@functools.cache
+def _launcher(name: str) -> Any:
     library = native.library("cuda")
     if library is None:
         raise RuntimeError("threed has no native library for GPUs here: `threed inspect` says why")
+    return declare(library, name)
+
+
+def declare(library: ctypes.CDLL, name: str) -> Any:
+    """Returns a launcher of a library, with its types."""
     launcher = getattr(library, f"threed_cuda_{name}")
     launcher.restype = ctypes.c_int
-    launcher.argtypes = [*(_KINDS.get(type(a), ctypes.c_void_p) for a in arguments), ctypes.c_void_p]
-    _launchers[name] = launcher
+    launcher.argtypes = [*(_TYPES[letter] for letter in LAUNCHERS[name]), ctypes.c_void_p]
     return launcher
 
 
-def _plain(argument: Argument) -> int | float | None:
-    return argument.data_ptr() if isinstance(argument, Tensor) else argument
+def check_types(name: str, arguments: tuple[Argument, ...]) -> list[int | float | None]:
+    """Returns arguments as ctypes takes them; TypeError unless they are of the launcher's types."""
+    letters = LAUNCHERS[name]
+    if len(letters) != len(arguments) or not all(map(_is_of_type, letters, arguments)):
+        raise TypeError(f"threed_cuda_{name} takes {letters} (pointers, int64 q, doubles), not {_words(arguments)}")
+    return [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+
+
+def _is_of_type(letter: str, argument: Argument) -> bool:
+    if letter == "P":
+        return argument is None or isinstance(argument, Tensor)
+    return isinstance(argument, int) or (letter == "d" and isinstance(argument, float))
 
 
 def _words(arguments: tuple[Argument, ...]) -> str:

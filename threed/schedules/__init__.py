@@ -31,7 +31,7 @@ from threed.schedules.lower import lower
 from threed.schedules.one_f_one_b import one_f_one_b
 from threed.schedules.plan import Plan
 from threed.schedules.rendezvous import check_rendezvous, validate
-from threed.schedules.simulate import Costs, Timeline, peak_activations, replay, simulate, span_and_bubble
+from threed.schedules.simulate import Costs, Timeline, idle_shares, peak_activations, replay, simulate, span_and_bubble
 from threed.schedules.torch_csv import from_csv, to_csv
 from threed.schedules.two_bw import drain, first, two_bw
 from threed.schedules.v_shape import v_half, v_min, zb_v
@@ -42,10 +42,10 @@ from threed.schedules.zero_bubble import zb_h1, zb_h2
 __all__ = [
     "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "absolute", "available", "build", "check_name",
     "check_rendezvous", "chimera", "chunks_are_free", "closest", "drain", "draw", "dualpipe", "dualpipev", "first",
-    "forward_only", "from_csv", "gpipe", "interleaved", "is_asynchronous", "legal", "lower", "names_file",
-    "one_f_one_b", "own_chunks", "peak_activations", "plans_by_times", "read_csv", "register", "replay", "schedule",
-    "simulate", "span_and_bubble", "stack", "svg", "time_between_steps", "to_csv", "together", "two_bw", "v_half",
-    "v_min", "validate", "zb_auto", "zb_h1", "zb_h2", "zb_v",
+    "forward_only", "from_csv", "gpipe", "idle_shares", "interleaved", "is_asynchronous", "legal", "lower",
+    "names_file", "one_f_one_b", "own_chunks", "peak_activations", "plans_by_times", "read_csv", "register", "replay",
+    "schedule", "simulate", "span_and_bubble", "stack", "svg", "time_between_steps", "to_csv", "together", "two_bw",
+    "v_half", "v_min", "validate", "zb_auto", "zb_h1", "zb_h2", "zb_v",
 ]  # fmt: skip
 
 ScheduleName = Literal[

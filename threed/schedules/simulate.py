@@ -3,7 +3,7 @@
 Use: `simulate(build("1f1b", stages=4, microbatches=8), Costs(forward=1, backward_input=1, backward_weight=1)).bubble`.
 
 Phases: play the plan out with its costs (play.py), then read makespan, bubble, peak activations and messages off the
-times. `span_and_bubble` does the same for measured times.
+times. `span_and_bubble` and `idle_shares` do the same for measured times.
 """
 
 from __future__ import annotations
@@ -123,6 +123,19 @@ def span_and_bubble(spans: Sequence[Sequence[Span]]) -> tuple[float, float]:
             extents.append((max(end for _, end in busy) - min(start for start, _ in busy), busy))
     span, busy = max(extents, key=lambda extent: extent[0], default=(0.0, []))
     return span, (span - sum(end - start for start, end in busy)) / span if span > 0 else 0.0
+
+
+def idle_shares(spans: Sequence[Sequence[Span]]) -> list[float]:
+    """Returns per rank the share of a step in which it does not compute.
+
+    The step lasts from the first start to the last end of all ranks' compute actions. For equal stages the mean of the
+    shares is the bubble of `span_and_bubble` where all ranks wait for the last one; for unequal stages it is the number
+    that tells how much time is lost, and the rank with the smallest share is the one that the others wait for.
+    """
+    rows = [[(start, end) for action, start, end in actions if action.kind in COMPUTE] for actions in spans]
+    times = [time for row in rows for time in row]
+    length = max(end for _, end in times) - min(start for start, _ in times) if times else 0.0
+    return [1 - sum(end - start for start, end in row) / length if length > 0 else 0.0 for row in rows]
 
 
 def replay(plan: Plan, measured: Sequence[Sequence[Span]]) -> Spans:

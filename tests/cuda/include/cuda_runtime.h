@@ -75,7 +75,8 @@ uint64_t meet(Meeting kind, unsigned mask, uint64_t value, int from, Line line);
 void access(const void* address, size_t bytes, bool write, const void* instruction);
 
 // Of the host.
-void allow_shared(const void* kernel, size_t bytes);
+int& last_error();  // of this process; stays until it is asked for
+int allow_shared(const void* kernel, size_t bytes);
 int run(const void* kernel, const Configuration&, void (*body)(const void*), const void* arguments, size_t bytes);
 void add_module(const char* first, const char* zeroed, const char* last);
 
@@ -185,12 +186,13 @@ inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 using std::max;
 using std::min;
 
-inline cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
+inline cudaError_t cudaPeekAtLastError() { return emulator::last_error(); }
+inline cudaError_t cudaGetLastError() { return std::exchange(emulator::last_error(), int(cudaSuccess)); }
 template <class F>
 cudaError_t cudaFuncSetAttribute(F* kernel, cudaFuncAttribute, int bytes) {
-  if (bytes > 227 << 10) return cudaErrorInvalidValue;
-  emulator::allow_shared(reinterpret_cast<const void*>(kernel), size_t(bytes));
-  return cudaSuccess;
+  const int error = emulator::allow_shared(reinterpret_cast<const void*>(kernel), size_t(bytes));
+  if (error) emulator::last_error() = error;
+  return error;
 }
 
 // The two things that csrc/cuda/common.cuh writes in CUDA's own syntax.
@@ -198,17 +200,18 @@ template <class T>
 T* dynamic_shared() {
   return static_cast<T*>(emulator::dynamic_shared_memory());
 }
-template <class... P, class... A>
-int launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t, A... given) {
+template <class... P>
+void enqueue(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t, P... given) {
   struct Call {
     void (*kernel)(P...);
     std::tuple<P...> arguments;
-  } const call{kernel, {static_cast<P>(given)...}};
+  } const call{kernel, {given...}};
   const auto body = [](const void* all) {
     const Call* call = static_cast<const Call*>(all);
     std::apply(call->kernel, call->arguments);
   };
-  return emulator::run(reinterpret_cast<const void*>(kernel), {grid, block, shared}, body, &call, sizeof call);
+  const int error = emulator::run(reinterpret_cast<const void*>(kernel), {grid, block, shared}, body, &call, sizeof call);
+  if (error) emulator::last_error() = error;
 }
 
 #ifndef EMULATOR_ITSELF

@@ -1,0 +1,41 @@
+"""The command line of a custom program that trains: its configuration, or its help.
+
+config = program_config(sys.argv[1:], prog="mine.py", about=__doc__, defaults=DEFAULTS, world_size=8)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from threed.arguments import help_text, load_checked
+from threed.config import Config, ConfigError
+
+
+def program_config(
+    argv: list[str], *, prog: str, about: str, defaults: Mapping[str, Mapping[str, Any]], world_size: int
+) -> Config:
+    """Returns the checked configuration of a custom program, which has no presets and no dry run.
+
+    With `--help` it prints `about` and every key with its default, and exits with code 0.
+
+    Args:
+        argv: the command line without the program's name.
+        prog: the program's name in the help.
+        about: what the program does, for the help.
+        defaults: the program's own values, {group: {key: value}}.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: with every problem of the command line at once.
+    """
+    config, options = load_checked(argv, defaults=defaults, presets=Path(), world_size=world_size)
+    if options.help:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(help_text(config, prog, about=about))
+        raise SystemExit(0)
+    if options.dry_run or options.world_size is not None:
+        raise ConfigError([f"{prog} has no --dry-run and no --world-size; `threed plan` has them"])
+    return config

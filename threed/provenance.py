@@ -1,0 +1,57 @@
+"""Where a run comes from: the code, the machines, the versions and the size of the model, for dashboards."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from threed.config import Config
+from threed.device import processor
+from threed.topology import Topology
+
+
+def provenance(topology: Topology, parameters: int) -> dict[str, Any]:
+    """Returns what tells one run from another beside its configuration, as plain JSON.
+
+    Args:
+        topology: of the run.
+        parameters: number of elements of all parameters.
+    """
+    versions = {"threed": version(), "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "world_size": topology.world,
+        "device": processor(topology.device),
+        "parameters": parameters,
+        "git_commit": git_commit(Path.cwd()) or git_commit(Path(__file__).parent),
+        "versions": {**versions, "cuda": torch.version.cuda},
+    }
+
+
+def version() -> str:
+    """Returns the version of the threed that is installed; "not installed" in a checkout that is only on the path."""
+    try:
+        return importlib.metadata.version("threed")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def git_commit(folder: Path) -> str | None:
+    """Returns the commit that is checked out in a folder; None outside of a repository or without git."""
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def tags(config: Config, topology: Topology) -> list[str]:
+    """Returns words to filter runs by: architecture, axes of the grid, ZeRO stage, format, schedule of a pipeline."""
+    axes = [f"{axis}{size}" for axis, size in topology.sizes.items() if size > 1]
+    schedule = [Path(config.parallel.schedule).name] if topology.pp > 1 else []
+    return [config.model.arch, *axes, f"zero{config.zero.stage}", config.precision.dtype, *schedule]
