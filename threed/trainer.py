@@ -351,7 +351,7 @@ class Trainer:
         """What a checkpoint keeps for the next run and for exports, beside the engine's state."""
         files, seed = self.data.tokenizer.files, self.config.train.seed
         known = {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256, "job": job_name()}
-        return {**known, "tokenizer": files, "seed": seed}
+        return {**known, "tokenizer": files, "hf": self.extra.get("hf"), "seed": seed}
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
