@@ -147,7 +147,10 @@ def test_any_bytes_pass_through_a_text_file(monkeypatch: pytest.MonkeyPatch) -> 
         (b"good " * 99 + b"\xff", "is not UTF-8: invalid byte 0xff at byte 495 "),
         (b"\xef\xbb\xbf" + b"good " * 99 + b"\xe9!", "is not UTF-8: invalid byte 0xe9 at byte 498 "),
         ("é".encode()[:1], "is not UTF-8: invalid byte 0xc3 at byte 0 "),
-        ("some text".encode("utf-16"), "begins with the byte-order mark of UTF-16, at byte 0: .*iconv -f UTF-16 -t UTF-8"),
+        (
+            "some text".encode("utf-16"),
+            "begins with the byte-order mark of UTF-16, at byte 0: .*iconv -f UTF-16 -t UTF-8",
+        ),
         (b"\xfe\xff" + "some text".encode("utf-16-be"), "begins with the byte-order mark of UTF-16"),
         ("some text".encode("utf-32"), "begins with the byte-order mark of UTF-32"),
         ("some text".encode("utf-16-le"), "has a NUL at byte 1 and many more: it looks like UTF-16"),

@@ -19,7 +19,13 @@ from threed.checkpoint.folder_record import GENERATION, KEPT
 from threed.data.tokenizer import load_tokenizer
 
 MODELS = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"]
-PAIRED = dict(zip(LAYOUTS, ["gpt2", "phi3", "llama", "gemma2", "mistral", "llama", "gpt2", "qwen2", "qwen3", "gemma3"], strict=True))
+PAIRED = dict(
+    zip(
+        LAYOUTS,
+        ["gpt2", "phi3", "llama", "gemma2", "mistral", "llama", "gpt2", "qwen2", "qwen3", "gemma3"],
+        strict=True,
+    )
+)
 CONVERSATION = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
 
 
@@ -130,10 +136,11 @@ def test_every_layout_goes_there_and_back_in_every_family(
         assert_same_folder(out, source)
     try:
         wanted = auto(source)
-    except Exception as error:  # transformers chooses a class by the model that does not read these files
+        wanted(texts[:500])
+    except Exception as error:  # transformers chooses a class by the model, which does not suit these files
         for out in outs:
             with pytest.raises(type(error)):
-                auto(out)
+                auto(out)(texts[:500])
         return
     for out in outs:
         assert_same_tokenizer(auto(out), wanted, texts)

@@ -38,7 +38,9 @@ def strings(count: int, seed: int) -> list[str]:
             return draw.choice(words)
         if kind == 2:
             return draw.choice(["", " ", "  ", "\n", "\r\n"])
-        code = draw.choice([draw.randrange(0x20, 0x500), draw.randrange(0x20, 0xD800), draw.randrange(0xE000, 0x110000)])
+        code = draw.choice(
+            [draw.randrange(0x20, 0x500), draw.randrange(0x20, 0xD800), draw.randrange(0xE000, 0x110000)]
+        )
         return chr(code)
 
     return ["".join(piece() for _ in range(draw.randrange(0, 24))) for _ in range(count)]

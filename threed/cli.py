@@ -84,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("src", type=Path)
     sub.add_argument("dst", type=Path)
     sub.add_argument("--to", choices=["native", "hf"], help="what DST is to be; default: the other one than SRC is")
-    sub.add_argument("--tokenizer", help="bytes, a folder, a tokenizer.json, or none; default: the folder's, or the run's")
+    sub.add_argument(
+        "--tokenizer", help="bytes, a folder, a tokenizer.json, or none; default: the folder's, or the run's"
+    )
     sub.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default=None, help="format of the weights")
     help_text = "read checkpoints of DeepSpeed and Megatron, which are pickles, in a process that is cut off"
     sub.add_argument("--allow-pickle", action="store_true", help=help_text)

@@ -193,7 +193,9 @@ def _load(
         problems = error.problems
     try:
         d = load(argv, defaults=defaults)[0].data
-        problems = problems + find_data_problems(d.path, d.tokenizer, d.split, bos=d.bos, special_tokens=d.special_tokens)
+        problems = problems + find_data_problems(
+            d.path, d.tokenizer, d.split, bos=d.bos, special_tokens=d.special_tokens
+        )
     except ConfigError:
         pass  # what does not parse is among the problems already
     raise ConfigError(problems)

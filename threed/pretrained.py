@@ -78,7 +78,7 @@ def _open(path: Path, check: bool, named: bool) -> tuple[ModelConfig, str | None
             return folder.model, None
         if not files.vocabulary:
             raise CheckpointError(f"the folder has no tokenizer that is read ({VOCABULARY_NAMES}): {FIX}")
-        return folder.model, str(path)
+        return folder.model, str(path.absolute())
     if not (path / native.MANIFEST).is_file():
         return None
     manifest = native.read_manifest(path)

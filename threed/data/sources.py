@@ -202,7 +202,9 @@ def check_utf8(data: bytes, place: str, offset: int) -> None:
         ) from None
     if data.count(0) > MOST_NULS * len(data):
         at = offset + data.index(0)
-        raise ValueError(f"{place} has a NUL at byte {at:,} and many more: it looks like UTF-16 or UTF-32. {_fix('UTF-16')}")
+        raise ValueError(
+            f"{place} has a NUL at byte {at:,} and many more: it looks like UTF-16 or UTF-32. {_fix('UTF-16')}"
+        )
 
 
 def _fix(encoding: str) -> str:

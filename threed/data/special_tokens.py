@@ -75,10 +75,14 @@ def read_specials(files: TokenizerFiles) -> NamedSpecials:
     )  # fmt: skip
 
 
-def _added(config: Mapping[str, Any], both: Mapping[str, Any], numbers: Mapping[str, Any], roles: Mapping[str, str]) -> list[dict[str, Any]]:
+def _added(
+    config: Mapping[str, Any], both: Mapping[str, Any], numbers: Mapping[str, Any], roles: Mapping[str, str]
+) -> list[dict[str, Any]]:
     decoder = config.get("added_tokens_decoder")
     tokens = [
-        _entry(value, int(key)) for key, value in (decoder.items() if isinstance(decoder, dict) else ()) if key.isdigit()
+        _entry(value, int(key))
+        for key, value in (decoder.items() if isinstance(decoder, dict) else ())
+        if key.isdigit()
     ]
     tokens += [_entry({"content": name, "special": False}, n) for name, n in numbers.items() if _is_id(n)]
     for key in ("additional_special_tokens", "extra_special_tokens"):
