@@ -38,7 +38,7 @@ def folder_of(
     return place
 
 
-# ------------------------------------------------------------------------------------------------------- end of document
+# ------------------------------------------------------------------------------------------------------ end of document
 
 
 @pytest.mark.parametrize(
@@ -48,27 +48,51 @@ def folder_of(
         (["<eos>"], {"tokenizer_config": {"eos_token": "<eos>"}}, "<eos>"),
         (["<eos>"], {"tokenizer_config": {"eos_token": {"content": "<eos>", "special": True}}}, "<eos>"),
         (["<eos>"], {"special_tokens_map": {"eos_token": "<eos>"}}, "<eos>"),
-        (["<eos>", "</s>"], {"tokenizer_config": {"eos_token": None}, "special_tokens_map": {"eos_token": "<eos>"}}, "<eos>"),
+        (
+            ["<eos>", "</s>"],
+            {"tokenizer_config": {"eos_token": None}, "special_tokens_map": {"eos_token": "<eos>"}},
+            "<eos>",
+        ),
         (["<|custom|>"], {"tokenizer_config": {"eos_token": "<|custom|>"}}, "<|custom|>"),
         (["<|custom|>", "</s>"], {"tokenizer_config": {"eos_token": "<|custom|>"}}, "<|custom|>"),
         ([], {"tokenizer_config": {"eos_token": "<eos>"}}, "<eos>"),  # special by its name alone
-        ([], {"tokenizer_config": {"added_tokens_decoder": {"4": {"content": "<|endoftext|>", "special": True}}}}, "<|endoftext|>"),
+        (
+            [],
+            {"tokenizer_config": {"added_tokens_decoder": {"4": {"content": "<|endoftext|>", "special": True}}}},
+            "<|endoftext|>",
+        ),
         # text that looks like one is none
         (["<eos>"], {}, "<eos>"),
         (["</s>", "<eos>"], {"tokenizer_config": {"eos_token": "<eos>"}}, "<eos>"),
         # an eos that ends a turn: the document's end is looked for, in the model's ids first
         (["<|im_end|>", "<|endoftext|>"], {"tokenizer_config": {"eos_token": "<|im_end|>"}}, "<|endoftext|>"),
-        (["<|im_end|>", "<eos>", "</s>"], {"tokenizer_config": {"eos_token": "<|im_end|>"}, "config": {"eos_token_id": [2, 5]}}, "<eos>"),
-        (["<|im_end|>", "<eos>", "</s>"], {"tokenizer_config": {"eos_token": "<|im_end|>"}, "generation_config": {"eos_token_id": [5, 2]}}, "<eos>"),
-        (["<|im_end|>", "<|custom|>"], {"tokenizer_config": {"eos_token": "<|im_end|>"}, "config": {"eos_token_id": [5, 6]}}, "<|custom|>"),
+        (
+            ["<|im_end|>", "<eos>", "</s>"],
+            {"tokenizer_config": {"eos_token": "<|im_end|>"}, "config": {"eos_token_id": [2, 5]}},
+            "<eos>",
+        ),
+        (
+            ["<|im_end|>", "<eos>", "</s>"],
+            {"tokenizer_config": {"eos_token": "<|im_end|>"}, "generation_config": {"eos_token_id": [5, 2]}},
+            "<eos>",
+        ),
+        (
+            ["<|im_end|>", "<|custom|>"],
+            {"tokenizer_config": {"eos_token": "<|im_end|>"}, "config": {"eos_token_id": [5, 6]}},
+            "<|custom|>",
+        ),
         (["<|im_end|>"], {"tokenizer_config": {"eos_token": "<|im_end|>"}}, "<|im_end|>"),  # there is no other
         # a name that is not known, and a model that also names one that is
-        (["<|custom|>", "</s>"], {"tokenizer_config": {"eos_token": "<|custom|>"}, "config": {"eos_token_id": [6, 3]}}, "</s>"),
+        (
+            ["<|custom|>", "</s>"],
+            {"tokenizer_config": {"eos_token": "<|custom|>"}, "config": {"eos_token_id": [6, 3]}},
+            "</s>",
+        ),
         # no name: the model's ids, then the names that are known
         (["<|custom|>"], {"config": {"eos_token_id": 6}}, "<|custom|>"),
         (["<|custom|>", "</s>"], {"config": {"eos_token_id": 999}}, "</s>"),
     ],
-)  # fmt: skip
+)
 def test_the_end_of_a_document_is_the_tokenizers_own(
     specials: list[str], files: dict[str, Any], end: str, tmp_path: Path
 ) -> None:
@@ -82,10 +106,10 @@ def test_the_end_of_a_document_is_the_tokenizers_own(
     [
         ([], {}, r"no end-of-text token\. Name an eos_token in tokenizer_config\.json"),  # all of them plain text
         ([], {"config": {"eos_token_id": 3}}, "no end-of-text token"),
-        (["<eos>"], {"tokenizer_config": {"eos_token": "<end>"}}, r"eos_token '<end>' is not in the vocabulary\. Correct"),
+        (["<eos>"], {"tokenizer_config": {"eos_token": "<end>"}}, r"eos_token '<end>' is not in the vocab"),
         (["<eos>"], {"added_tokens": {"<more>": 99}}, r"token <more> has id 10, and its configuration says 99"),
     ],
-)  # fmt: skip
+)
 def test_a_tokenizer_without_an_end_of_document_is_refused(
     specials: list[str], files: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -102,7 +126,7 @@ def test_added_tokens_that_the_configuration_names_are_tokens(tmp_path: Path) ->
     assert load_tokenizer(str(folder)).encode("a <more> <control> <x>") == [7, 10, 0, 12]
 
 
-# -------------------------------------------------------------------------------------------------- beginning of document
+# ------------------------------------------------------------------------------------------------ beginning of document
 
 
 @pytest.mark.parametrize(
@@ -161,11 +185,11 @@ def sampled(data: Any) -> list[int]:
     return prompts[0]
 
 
-# ------------------------------------------------------------------------------------------------- special tokens in text
+# ----------------------------------------------------------------------------------------------- special tokens in text
 
 
 def test_special_tokens_in_text_are_text_unless_parsed(tmp_path: Path) -> None:
-    """Of whole words and of Unigram pieces too, whose models find a token by its spelling whether it is special or not."""
+    """Also of whole words and of Unigram pieces, whose models find a token by its spelling, special or not."""
     words = folder_of(tmp_path / "words", ["<eos>", "<bos>"])
     assert load_tokenizer(str(words)).encode("a <eos> b <bos>") == [7, 0, 8, 0]
     assert load_tokenizer(str(words), special_tokens="parse").encode("a <eos> b <bos>") == [7, 2, 8, 1]
@@ -197,7 +221,7 @@ def test_how_special_tokens_are_read_is_a_part_of_the_caches_key(tmp_path: Path)
     assert open_data(path, str(folder), 0.1, 4, 1, cache).valid.tokens[-1] == 3
 
 
-# ------------------------------------------------------------------------------------------------------------------ pairs
+# ---------------------------------------------------------------------------------------------------------------- pairs
 
 
 @pytest.mark.parametrize(
@@ -205,12 +229,12 @@ def test_how_special_tokens_are_read_is_a_part_of_the_caches_key(tmp_path: Path)
     [
         ([[1, 7, 2]] * 40, "auto", ""),
         ([[7, 2], []] * 40, "false", ""),
-        ([[1, 7, 8]] * 40, "auto", r"40 of 40 documents do not end with the end of text \(id 2\); 40 of them end with id 8: "),
+        ([[1, 7, 8]] * 40, "auto", r"40 of 40 documents do not end .* \(id 2\); 40 of them end with id 8: "),
         ([[1, 7, 8], [1, 7, 2]] * 40, "auto", r"40 of 80 documents do not end with .*--append-eod"),
-        ([[1, 7, 2], [7, 2]] * 40, "auto", r"40 of 80 documents do not begin with bos \(id 1\), as the tokenizer begins texts"),
+        ([[1, 7, 2], [7, 2]] * 40, "auto", r"40 of 80 documents do not begin with bos \(id 1\), as the"),
         ([[1, 7, 2], [7, 2]] * 40, "false", r"40 of 80 documents begin with bos \(id 1\), .*--data\.bos true"),
     ],
-)  # fmt: skip
+)
 def test_a_pair_that_begins_and_ends_documents_in_another_way_is_reported(
     documents: list[list[int]], bos: Any, notice: str, tmp_path: Path
 ) -> None:
@@ -243,15 +267,13 @@ def test_a_pair_that_we_wrote_is_not_reported(tmp_path: Path) -> None:
     assert open_data(str(tmp_path / "p"), "bytes", 0.2, 8, 1, tmp_path / "cache").notice == ""
 
 
-# ---------------------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     place = tmp_path / "t"
     place.mkdir()
-    with pytest.raises(
-        ValueError, match=r"the folder has no vocabulary that is read\. Give --data\.tokenizer a folder"
-    ):
+    with pytest.raises(ValueError, match=r"has no vocabulary that is read\. Give --data\.tokenizer a folder"):
         load_tokenizer(str(place))
     (place / "tekken.json").write_text("{}")
     (place / "vocab.json").write_text('{"a": 0}')  # without merges.txt
@@ -267,7 +289,10 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"a model")
-    code = "import sys; sys.modules[sys.argv[2]] = None; from threed.data import load_tokenizer; load_tokenizer(sys.argv[1])"
+    code = (
+        "import sys; sys.modules[sys.argv[2]] = None;"
+        "from threed.data import load_tokenizer; load_tokenizer(sys.argv[1])"
+    )
     for package in ("transformers", "sentencepiece"):
         done = run([sys.executable, "-c", code, str(tmp_path), package], capture_output=True, text=True)
         assert f"{package}" in done.stderr.rpartition("ValueError: ")[2]

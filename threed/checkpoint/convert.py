@@ -31,9 +31,9 @@ def convert(
     """Converts the checkpoint folder `src` into the new folder `dst`, and returns that.
 
     to: "native" or "hf"; None: the other one than `src` is. dtype: of the weights; None: as they are. tokenizer:
-    "bytes", a folder or the path of a tokenizer.json, "none" for none; None: the folder's own, or the one that the run
-    was trained with. allow_pickle: read other programs' checkpoints too. config: of their model, where it is not beside.
-    Raises CheckpointError, saying what to do.
+    "bytes", a folder or the path of a tokenizer.json, "none" for none; None: the folder's own, or the one of the run.
+    allow_pickle: read other programs' checkpoints too. config: of their model, where it is not beside. Raises
+    CheckpointError, saying what to do.
     """
     src, dst = Path(src), Path(dst)
     kind = kind_of(src, allow_pickle)
@@ -139,7 +139,7 @@ def _trained_with(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | No
 
 
 def saved_files(spec: str, manifest: Mapping[str, Any]) -> TokenizerFiles | None:
-    """Returns the files of a tokenizer that have the hashes in a checkpoint; None if some have others, or are missing."""
+    """Returns the files of a tokenizer with the hashes in a checkpoint; None if some have others, or are missing."""
     saved = manifest["state"]["extra"].get("tokenizer")
     try:
         found = folder_files(Path(spec)) if Path(spec).is_dir() else find_files(spec)

@@ -61,8 +61,11 @@ def belongs(record: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
 
 
 def written(record: dict[str, Any] | None, tokenizer: Tokenizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns what an export adds to config.json, and its further JSON files: those of the record if there is one and it
-    belongs to the tokenizer, else what the tokenizer says. Warns if a record is left out."""
+    """Returns what an export adds to config.json, and its further JSON files by name.
+
+    Both are those of the record if there is one that belongs to the tokenizer, else those that the tokenizer names.
+    Warns if a record is left out.
+    """
     if record is not None and (tokenizer is None or belongs(record, tokenizer)):
         files = {} if record["generation"] is None else {GENERATION: record["generation"]}
         return record["config"], files

@@ -81,8 +81,8 @@ def export_hf(
     did and the tokenizer is that folder's, else those that the tokenizer names.
 
     dtype: fp32, bf16, fp16 or fp64; None: as the checkpoint has its weights (masters). files: of the tokenizer, to copy
-    without reading them. An earlier export at `out` is replaced. Raises CheckpointError for damage, names or shapes that
-    are not the model's, values that overflow.
+    without reading them. An earlier export at `out` is replaced. Raises CheckpointError for damage, names or shapes
+    that are not the model's, values that overflow.
     """
     manifest = native.read_manifest(checkpoint)
     problems = native.verify(checkpoint, manifest, thorough=True)

@@ -1,8 +1,8 @@
 """From pieces of text to token arrays, a few MiB at a time.
 
-Use: `for tokens, ends in encode(source.pieces(), tokenizer): …`. Before the first piece of every document comes the bos
-token, if the tokenizer begins documents with one, and after the last piece the end of text, so that documents stay apart
-in the flat run that training reads.
+Use: `for tokens, ends in encode(source.pieces(), tokenizer): …`. Before the first piece of every document comes the
+bos token, if the tokenizer begins documents with one, and after the last piece the end of text, so that documents stay
+apart in the flat run that training reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GROUP_BYTES = 4 << 20
 
 
 def encode(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Tokens, bool]]:
-    """Returns each piece's tokens, with bos and end of text where a document begins and ends, and whether one ends there."""
+    """Returns each piece's tokens, with bos if a document begins and end of text if it ends, and whether it ends."""
     begins = True
     for group in _groups(pieces):
         encoded = tokenizer.encode_pieces([piece.data for piece in group])

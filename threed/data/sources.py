@@ -111,8 +111,9 @@ def find_text(path: Path) -> TextSource:
 
 
 def read_pieces(file: TextFile, any_bytes: bool = False) -> Iterator[Piece]:
-    """Returns the documents of one file: the lines of a .jsonl, else the whole file. Empty documents are skipped, and so
-    is the byte-order mark of UTF-8 at the start.
+    """Returns the documents of one file: the lines of a .jsonl, else the whole file.
+
+    Empty documents are skipped, and so is the byte-order mark of UTF-8 at the start.
 
     Args:
         file: which file.

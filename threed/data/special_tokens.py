@@ -84,7 +84,9 @@ def _added(
         for key, value in (decoder.items() if isinstance(decoder, dict) else ())
         if key.isdigit()
     ]
-    tokens += [_entry({"content": name, "special": False}, n) for name, n in numbers.items() if _is_id(n)]
+    tokens += [
+        _entry({"content": name, "special": False}, n) for name, value in numbers.items() for n in _numbers(value)
+    ]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = both.get(key) or ()
         tokens += [_entry(value, None) for value in (more.values() if isinstance(more, dict) else more)]
@@ -104,12 +106,10 @@ def _content(value: object) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 def _numbers(value: object) -> list[int]:
-    return [number for number in (value if isinstance(value, list) else [value]) if _is_id(number)]
+    """Returns the ids in a value: one, or a list of them."""
+    some = value if isinstance(value, list) else [value]
+    return [n for n in some if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
 
 
 def model_vocabulary(document: Mapping[str, Any]) -> dict[str, int]:
@@ -121,10 +121,14 @@ def model_vocabulary(document: Mapping[str, Any]) -> dict[str, int]:
 def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: frozenset[str]) -> str:
     """Returns the token that ends a document.
 
-    It is the tokenizer's eos_token, unless that ends a turn (`TURN_ENDS`), or the model's own eos ids name another token
-    that is known to end documents (`DOCUMENT_ENDS`): then it is the first of `DOCUMENT_ENDS` among the model's eos ids,
-    else among the tokenizer's special tokens, else the eos_token all the same. Without an eos_token the model's eos ids
-    decide, and then the special tokens. A token that is not special never ends a document.
+    In this order:
+    1. The tokenizer's eos_token, if it is one of `DOCUMENT_ENDS`.
+    2. The first of `DOCUMENT_ENDS` among the model's eos ids.
+    3. The tokenizer's eos_token, unless it ends a turn (`TURN_ENDS`).
+    4. The first of `DOCUMENT_ENDS` among the special tokens.
+    5. The model's first eos id that does not end a turn.
+    6. The tokenizer's eos_token.
+    A token that is not special never ends a document.
 
     Raises ValueError if there is none.
     """
@@ -135,15 +139,14 @@ def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: froz
         return named_end
     tokens = {number: token for token, number in ids.items() if token in specials}
     of_model = [tokens[number] for number in named.model_ends if number in tokens]
-    known = [name for name in DOCUMENT_ENDS if name in of_model]
-    if named_end and named_end not in TURN_ENDS:
-        return known[0] if known else named_end
-    known += [name for name in DOCUMENT_ENDS if name in specials]
-    known += [name for name in of_model if name not in TURN_ENDS] + [name for name in [named_end] if name]
-    if not known:
+    ends = [name for name in DOCUMENT_ENDS if name in of_model]
+    ends += [named_end] if named_end and named_end not in TURN_ENDS else []
+    ends += [name for name in DOCUMENT_ENDS if name in specials]
+    ends += [name for name in of_model if name not in TURN_ENDS] + [name for name in [named_end] if name]
+    if not ends:
         names = ", ".join(DOCUMENT_ENDS[:4])
         raise ValueError(f"no end-of-text token. Name an eos_token in {CONFIG}, or add one of {names} as special token")
-    return known[0]
+    return ends[0]
 
 
 def beginning(named: NamedSpecials, document: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[int, ...]:
@@ -177,8 +180,7 @@ def _prefix(processor: Any) -> tuple[int, ...]:
 
 
 def hide(document: dict[str, Any]) -> bool:
-    """Renames the special tokens of a tokenizer.json that its model could make of text that spells them; returns whether
-    there are any.
+    """Renames the special tokens of a tokenizer.json that its model could find in text; returns whether there are any.
 
     Unigram and WordLevel models find tokens in text by their spelling, whether these are special or not. The new names
     are random, so no text has them. The unknown token keeps its name, by which the model refers to it.

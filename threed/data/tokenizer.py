@@ -218,8 +218,10 @@ class TokenizerJson:
         return sum(len(self.decode(block).encode()) for block in blocks)
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
-        """Copies the tokenizer's files. Adds a tokenizer_config.json if `transformers` could else take them for those of
-        another class, which it chooses by the model."""
+        """Copies the tokenizer's files.
+
+        Adds a tokenizer_config.json if `transformers` would otherwise choose the class of another model.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._files.save_hf(folder)
         own_type = self._files.read_beside("config.json").get("model_type")

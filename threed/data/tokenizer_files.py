@@ -1,9 +1,9 @@
 """The files of a tokenizer: which files of a folder belong to it, their hashes, and copies of them.
 
-Use: `files = find_files("path/to/folder")` (or the path of a tokenizer.json); `files.hashes()`; `files.copy(out)`.
+Use: `files = find_files("path/to/folder")` (or the path of a tokenizer.json); `files.hashes()`; `files.save_hf(out)`.
 
-The names below are those that `transformers` reads and writes. All of them are plain data. Code (`*.py`) and pickles are
-neither read nor copied.
+The names below are those that `transformers` reads and writes. All of them are plain data. Code (`*.py`) and pickles
+are neither read nor copied.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Use: `text = import_tokenizer(files)`, the text of a tokenizer.json.
 
-`transformers` builds a tokenizer of some kind from nearly any folder, even an empty one. So the vocabulary that comes out
-is compared with the one in the files.
+`transformers` builds a tokenizer of some kind from nearly any folder, even an empty one. So the vocabulary that comes
+out is compared with the one in the files.
 """
 
 from __future__ import annotations
