@@ -7,6 +7,7 @@ maps its tokens to their ids.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,18 +79,17 @@ def read_specials(files: TokenizerFiles) -> NamedSpecials:
 def _added(
     config: Mapping[str, Any], both: Mapping[str, Any], numbers: Mapping[str, Any], roles: Mapping[str, str]
 ) -> list[dict[str, Any]]:
+    """Returns the tokens of added_tokens_decoder, added_tokens.json, the lists of special tokens and the roles."""
     decoder = config.get("added_tokens_decoder")
-    tokens = [
-        _entry(value, int(key))
-        for key, value in (decoder.items() if isinstance(decoder, dict) else ())
-        if key.isdigit()
-    ]
+    by_id = decoder.items() if isinstance(decoder, dict) else ()
+    tokens = [_entry(value, int(key)) for key, value in by_id if re.fullmatch("[0-9]{1,9}", key)]
     tokens += [
         _entry({"content": name, "special": False}, n) for name, value in numbers.items() for n in _numbers(value)
     ]
     for key in ("additional_special_tokens", "extra_special_tokens"):
-        more = both.get(key) or ()
-        tokens += [_entry(value, None) for value in (more.values() if isinstance(more, dict) else more)]
+        more = both.get(key)
+        values = more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
+        tokens += [_entry(value, None) for value in values]
     tokens += [_entry(name, None) for name in roles.values()]
     return [token for token in tokens if token["content"]]
 

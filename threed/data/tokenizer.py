@@ -265,9 +265,9 @@ def _ids(backend: Any, document: dict[str, Any], name: str) -> dict[str, int]:
     if not ids:
         raise ValueError(f"{name}: the vocabulary is empty")
     for entry in document["added_tokens"]:
-        if ids[entry["content"]] != entry["id"]:
+        if (found := ids.get(entry["content"])) != entry["id"]:
             raise ValueError(
-                f"{name}: token {plain(entry['content'])} has id {ids[entry['content']]}, and its configuration says"
+                f"{name}: token {plain(entry['content'])} has id {found}, and its configuration says"
                 f" {entry['id']}. Correct {CONFIG} or added_tokens.json"
             )
     return ids
