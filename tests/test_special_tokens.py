@@ -145,16 +145,16 @@ def test_documents_begin_as_the_tokenizer_begins_texts(
 ) -> None:
     folder = str(folder_of(tmp_path, ["<eos>", "<bos>"], template=template, **files))
     assert load_tokenizer(folder).bos_ids == load_tokenizer(folder, "auto").bos_ids == auto
-    assert load_tokenizer(folder, "false").bos_ids == ()
+    assert load_tokenizer(folder, False).bos_ids == ()
     if files or auto:
-        assert load_tokenizer(folder, "true").bos_ids == (auto or (1,))
+        assert load_tokenizer(folder, True).bos_ids == (auto or (1,))
 
 
 def test_bos_without_a_bos_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--data\.bos true: tokenizer bytes has no bos token"):
-        load_tokenizer("bytes", "true")
+        load_tokenizer("bytes", True)
     with pytest.raises(ValueError, match=r"--data\.bos true: .* names no bos_token\. Name one in its tokenizer_config"):
-        load_tokenizer(str(folder_of(tmp_path, ["<eos>"])), "true")
+        load_tokenizer(str(folder_of(tmp_path, ["<eos>"])), True)
 
 
 def test_text_pairs_and_prompts_have_bos_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +168,8 @@ def test_text_pairs_and_prompts_have_bos_alike(tmp_path: Path, capsys: pytest.Ca
         assert f"documents {said} and end with 2" in capsys.readouterr().out
         assert open_tokens(tmp_path / bos).tolist() == document * 20
         for path in (tmp_path / "d.jsonl", tmp_path / bos):
-            data = open_data(str(path), str(folder), 0.2, 4, 1, tmp_path / "cache", bos=bos)
+            how = {"auto": "auto", "false": False, "true": True}[bos]
+            data = open_data(str(path), str(folder), 0.2, 4, 1, tmp_path / "cache", bos=how)  # type: ignore[arg-type]
             assert [*data.train.tokens.tolist(), *data.valid.tokens.tolist()] == document * 20
             assert data.notice == ""
         found[bos] = data
@@ -214,7 +215,7 @@ def test_how_special_tokens_are_read_is_a_part_of_the_caches_key(tmp_path: Path)
 
     assert tokens() == [1, 7, 8, 0, 9, 7]
     assert tokens(special_tokens="parse") == [1, 7, 8, 2, 9, 7]
-    assert tokens(bos="false") == [7, 8, 0, 9, 7, 8]
+    assert tokens(bos=False) == [7, 8, 0, 9, 7, 8]
     before = load_tokenizer(str(folder)).fingerprint
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     assert load_tokenizer(str(folder)).fingerprint != before
@@ -228,11 +229,11 @@ def test_how_special_tokens_are_read_is_a_part_of_the_caches_key(tmp_path: Path)
     ("documents", "bos", "notice"),
     [
         ([[1, 7, 2]] * 40, "auto", ""),
-        ([[7, 2], []] * 40, "false", ""),
+        ([[7, 2], []] * 40, False, ""),
         ([[1, 7, 8]] * 40, "auto", r"40 of 40 documents do not end .* \(id 2\); 40 of them end with id 8: "),
         ([[1, 7, 8], [1, 7, 2]] * 40, "auto", r"40 of 80 documents do not end with .*--append-eod"),
         ([[1, 7, 2], [7, 2]] * 40, "auto", r"40 of 80 documents do not begin with bos \(id 1\), as the"),
-        ([[1, 7, 2], [7, 2]] * 40, "false", r"40 of 80 documents begin with bos \(id 1\), .*--data\.bos true"),
+        ([[1, 7, 2], [7, 2]] * 40, False, r"40 of 80 documents begin with bos \(id 1\), .*--data\.bos true"),
     ],
 )
 def test_a_pair_that_begins_and_ends_documents_in_another_way_is_reported(
@@ -298,3 +299,6 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
         assert f"{package}" in done.stderr.rpartition("ValueError: ")[2]
         assert "pip install" in done.stderr
         assert "'threed[hf]'" in done.stderr
+    folder_of(tmp_path, ["<eos>"])
+    done = run([sys.executable, "-c", code, str(tmp_path), "tokenizers"], capture_output=True, text=True)
+    assert "needs the `tokenizers` library: pip install tokenizers" in done.stderr

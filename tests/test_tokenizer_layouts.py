@@ -15,6 +15,7 @@ import pytest
 from tests.test_models_families import FAMILIES, theirs
 from tests.tokenizer_layouts import EOT, LAYOUTS, SENTENCEPIECE, VOCAB, strings
 from threed.checkpoint.convert import convert
+from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.folder_record import GENERATION, KEPT
 from threed.data.tokenizer import load_tokenizer
 
@@ -144,3 +145,38 @@ def test_every_layout_goes_there_and_back_in_every_family(
         return
     for out in outs:
         assert_same_tokenizer(auto(out), wanted, texts)
+
+
+def test_files_that_are_plain_data_go_along_and_no_code_or_pickle_does(weights: Path, tmp_path: Path) -> None:
+    source = folder_of("llama 3 instruct", "llama", weights, tmp_path / "source")
+    along = [
+        "chat_template.jinja", "chat_template.json", "chat_templates/tools.jinja", "additional_chat_templates/a.jinja",
+        "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "tokenizer.model.v3",
+        "spiece.model", "qwen.tiktoken", "tekken.json",
+    ]  # fmt: skip
+    left = ["tokenization_x.py", "training_args.bin", "README.md", "data.jsonl", "chat_templates/x.py", ".env.json"]
+    for name in [*along, *left]:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(f'{{"about": "{name}"}}')
+    for out in there_and_back(source, tmp_path):
+        wanted = {name: content for name, content in companions(source).items() if name not in left}
+        assert wanted.keys() >= set(along)
+        assert companions(out) == wanted
+
+
+def test_ids_of_another_tokenizer_are_its_own_and_said(weights: Path, tmp_path: Path) -> None:
+    source = folder_of("llama 3 instruct", "llama", weights, tmp_path / "source")
+    convert(source, tmp_path / "native")
+    with pytest.warns(
+        UserWarning, match="those of tokenizer bytes, not those of the folder that the weights came from"
+    ):
+        outs = [convert(tmp_path / "native", tmp_path / "back", tokenizer="bytes")]
+    with pytest.warns(UserWarning, match="those of tokenizer bytes"):
+        outs.append(convert(source, tmp_path / "direct", to="hf", tokenizer="bytes"))
+    for out in outs:
+        assert read(out / GENERATION) == {"bos_token_id": 256, "eos_token_id": 256}
+        assert read(out / "config.json")["eos_token_id"] == 256
+        assert auto(out).eos_token_id == 256
+    (source / "chat_template.jinja").write_text("added later")
+    with pytest.raises(CheckpointError, match=r"the tokenizer it was trained with, .* has other files now"):
+        convert(tmp_path / "native", tmp_path / "again")

@@ -178,7 +178,7 @@ def _plan(a: argparse.Namespace, costs: schedules.Costs) -> schedules.Plan:
 def _tokenize(a: argparse.Namespace) -> None:
     from threed.data import load_tokenizer, tokenize_to_megatron
 
-    tokenizer = load_tokenizer(a.tokenizer, a.bos, a.special_tokens)
+    tokenizer = load_tokenizer(a.tokenizer, {"true": True, "false": False}.get(a.bos, "auto"), a.special_tokens)
     made = tokenize_to_megatron(a.src, a.dst, tokenizer)
     print(f"{made.documents:,} documents, {made.tokens:,} tokens: {', '.join(str(file) for file in made.files)}")
     begin = f"begin with {list(tokenizer.bos_ids)} (bos)" if tokenizer.bos_ids else "begin without bos"

@@ -261,7 +261,7 @@ class DataConfig(_Group):
         None, description=".txt, .jsonl, a folder of them, or Megatron .bin/.idx; none: this Python's library sources"
     )
     tokenizer: Text = Field("bytes", description="bytes, or the folder of a tokenizer, or the path of a tokenizer.json")
-    bos: Literal["auto", "true", "false"] = Field(
+    bos: AutoSwitch = Field(
         "auto", description="documents begin with the bos token; auto: if the tokenizer itself begins texts with it"
     )
     special_tokens: Literal["text", "parse"] = Field(

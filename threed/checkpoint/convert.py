@@ -20,7 +20,7 @@ from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf_folder import HFFolder, HFTensors, has_weights, is_hf_folder
 from threed.checkpoint.hf_import import import_hf, record_of_folder
 from threed.data.tokenizer import Tokenizer, TokenizerJson, load_tokenizer
-from threed.data.tokenizer_files import TokenizerFiles, are_saved, find_files, folder_files
+from threed.data.tokenizer_files import FIRST_NAMES, TokenizerFiles, find_files, folder_files
 from threed.foreign import folders, source
 
 
@@ -82,14 +82,10 @@ def _from_hf(folder: HFFolder, dst: Path, to: str, dtype: str | None, spec: str 
         return import_hf(folder, dst, dtype, path, {"tokenizer": hashes, "hf": record})
     if problems := list(folder.problems()):
         raise CheckpointError("; ".join(problems))
-    config = folder.config | {"architectures": [architectures.layout_of(dict(folder.model)).hf_class]}
     tokenizer = _tokenizer(spec) if spec else None
-    if tokenizer is None or folder_record.belongs(record, tokenizer):
-        files = {} if record["generation"] is None else {folder_record.GENERATION: record["generation"]}
-    else:
-        more, files = folder_record.written(record, tokenizer)
-        config |= more
-    return hf.write_folder(dst, folder.table, folder, config, dtype, tokenizer or (None if spec else own), files)
+    more, files = folder_record.written(record, tokenizer)
+    config = folder.config | {"architectures": [architectures.layout_of(dict(folder.model)).hf_class]} | more
+    return hf.write_folder(dst, folder.table, folder, config, dtype, tokenizer if spec else own, files)
 
 
 def _named(spec: str) -> tuple[str, dict[str, str] | None]:
@@ -140,10 +136,13 @@ def _trained_with(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | No
 
 def saved_files(spec: str, manifest: Mapping[str, Any]) -> TokenizerFiles | None:
     """Returns the files of a tokenizer with the hashes in a checkpoint; None if some have others, or are missing."""
-    saved = manifest["state"]["extra"].get("tokenizer")
+    extra = manifest["state"]["extra"]
+    saved = extra.get("tokenizer")
     try:
         found = folder_files(Path(spec)) if Path(spec).is_dir() else find_files(spec)
-        return found.only(saved) if are_saved(found, saved) else None
+        if "hf" not in extra and FIRST_NAMES.issuperset(saved or ()):  # of an earlier version
+            found = found.only(FIRST_NAMES)
+        return found if found.files and found.hashes() == saved else None
     except (ValueError, OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
         return None
 

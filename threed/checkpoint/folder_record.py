@@ -1,7 +1,7 @@
 """What a Hugging Face folder says that is not of its model: the record that goes from folder to checkpoint to folder.
 
 Use: `record = record_of(config, generation, hashes)`, kept as `extra["hf"]` of a native checkpoint, and at an export
-`config, files = written(record, model)`.
+`config, files = written(record, tokenizer)`.
 
 The record has the keys of config.json about tokens and their ids, generation_config.json, and the hashes of the
 tokenizer's files. The files themselves are copied from the folder, if they have these hashes.
@@ -21,7 +21,6 @@ KEPT = (
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tokenizer_class", "transformers_version",
     "_name_or_path", "initializer_range", "use_cache",
 )  # fmt: skip
-IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GENERATION = "generation_config.json"
 
 

@@ -25,7 +25,7 @@ from threed.data.tokenizer_import import import_tokenizer
 from threed.parse import plain
 
 Tokens = NDArray[np.integer[Any]]
-Bos = Literal["auto", "true", "false"]
+Bos = Literal["auto"] | bool
 Spelt = Literal["text", "parse"]
 
 END_OF_TEXT = "<|endoftext|>"
@@ -96,10 +96,10 @@ def load_tokenizer(spec: str, bos: Bos = "auto", special_tokens: Spelt = "text")
         special_tokens: what text becomes that spells a special token: "text" as any other, or "parse" that token.
 
     Raises:
-        ValueError: with the fix, if there is no such file, it is no tokenizer, or bos is "true" without a bos token.
+        ValueError: with the fix, if there is no such file, it is no tokenizer, or bos is True without a bos token.
     """
     if spec == "bytes":
-        if bos == "true":
+        if bos is True:
             raise ValueError("--data.bos true: tokenizer bytes has no bos token. Use --data.bos auto")
         return ByteTokenizer()
     return TokenizerJson(find_files(spec), bos, special_tokens)
@@ -140,14 +140,12 @@ class ByteTokenizer:
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
         """Writes a byte-pair tokenizer.json without merges that maps byte b to id b, and its two companions."""
-        from tokenizers import AddedToken, decoders, models, pre_tokenizers
-        from tokenizers import Tokenizer as Backend
-
+        library = _library("an export of tokenizer bytes")
         vocab = {character: byte for byte, character in enumerate(byte_characters())}
-        backend = Backend(models.BPE(vocab=vocab, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.decoder = decoders.ByteLevel()
-        backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+        backend = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
+        backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = library.decoders.ByteLevel()
+        backend.add_special_tokens([library.AddedToken(END_OF_TEXT, special=True, normalized=False)])
         folder.mkdir(parents=True, exist_ok=True)
         backend.save(str(folder / JSON))
         _write_configs(folder, END_OF_TEXT)
@@ -185,8 +183,8 @@ class TokenizerJson:
             self._backend.encode_special_tokens = True
 
     def _choose_bos(self, bos: Bos, own: tuple[int, ...]) -> tuple[int, ...]:
-        if bos != "true" or own:
-            return () if bos == "false" else own
+        if bos is not True or own:
+            return own if bos else ()
         if self.bos_token_id is None:
             raise ValueError(f"--data.bos true: {self.name} names no bos_token. Name one in its {CONFIG}")
         return (self.bos_token_id,)
@@ -244,13 +242,19 @@ def byte_characters() -> list[str]:
     return [substitutes.get(byte, chr(byte)) for byte in range(256)]
 
 
-def _load_backend(text: bytes, name: str) -> Any:
+def _library(name: str) -> Any:
+    """Returns the `tokenizers` library; ValueError, for whom it is needed, if it is not installed."""
     try:
-        from tokenizers import Tokenizer as Backend
+        import tokenizers
     except ImportError as error:
         raise ValueError(f"{name} needs the `tokenizers` library: pip install tokenizers") from error
+    return tokenizers
+
+
+def _load_backend(text: bytes, name: str) -> Any:
+    library = _library(name)
     try:
-        backend = Backend.from_str(text.decode("utf-8"))
+        backend = library.Tokenizer.from_str(text.decode("utf-8"))
     except Exception as error:  # the library raises a bare Exception for every kind of malformed file
         raise ValueError(f"{name} is no tokenizer.json that the `tokenizers` library reads: {plain(error)}") from error
     # Many published files switch these on for short inputs; here they would cut or fill documents in silence.

@@ -27,7 +27,7 @@ PATTERNS = (
     "*.spm", "*.tiktoken", "tekken.json", "encoder.json", "vocab.bpe", "chat_template.jinja", "chat_template.json",
     "chat_templates/*.jinja", "additional_chat_templates/*.jinja", "*preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-# All that checkpoints named before they named every pattern.
+# The names whose hashes checkpoints had before they had all.
 FIRST_NAMES = frozenset({JSON, CONFIG, SPECIALS_MAP})
 
 
@@ -104,13 +104,3 @@ def find_files(spec: str) -> TokenizerFiles:
     if path.name in found.files and path.name != JSON:
         raise ValueError(f"tokenizer {spec!r} is one file of a tokenizer: give --data.tokenizer {path.parent}")
     return TokenizerFiles(path.parent, {**found.files, JSON: path})
-
-
-def are_saved(found: TokenizerFiles, saved: object) -> bool:
-    """Returns whether these are the files whose hashes a checkpoint has saved.
-
-    Checkpoints of earlier versions saved the hashes of three names only.
-    """
-    if not isinstance(saved, Mapping) or not saved:
-        return False
-    return (found.only(FIRST_NAMES) if FIRST_NAMES.issuperset(saved) else found).hashes() == saved
