@@ -97,8 +97,7 @@ def export_hf(
     record = folder_record.checked(manifest["state"]["extra"].get("hf"))
     more, others = folder_record.written(record, tokenizer)
     config = config_of(model) | {"vocab_size": model.vocab, "tie_word_embeddings": bool(model.tied)}
-    if "pad_token_id" not in more and record is not None:
-        del config["pad_token_id"]  # as in the folder
+    del config["pad_token_id"]  # which `more` has, or the folder had none
     return write_folder(out, table, Saved(reader), config | more, dtype, files or tokenizer, others, shard_bytes)
 
 
@@ -109,7 +108,8 @@ def write_folder(
 ) -> Path:  # fmt: skip
     """Writes a Hugging Face folder of these tensors, whole or not at all.
 
-    dtype: of all; None: each as it is. files: other JSON files. Raises CheckpointError, also for values that overflow.
+    dtype: of all; None: each as it is. files: other JSON files, objects or their text. Raises CheckpointError, also for
+    values that overflow.
     """
     to = {entry.name: _dtype(dtype, entry, weights) for entry in table}
     building, nbytes = building_place(out), sum(_nbytes(entry, to[entry.name]) for entry in table)
@@ -119,7 +119,7 @@ def write_folder(
         _write_weights(building, table, weights, to, shard_bytes, tally)
         name = str(to[table[0].name]).removeprefix("torch.")
         for file, content in {"config.json": {**config, "dtype": name, "torch_dtype": name}, **files}.items():
-            write_text(building / file, json.dumps(content, indent=2) + "\n")
+            write_text(building / file, content if isinstance(content, str) else json.dumps(content, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save_hf(building, config["model_type"])
         publish(building, out)

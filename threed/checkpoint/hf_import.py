@@ -109,8 +109,10 @@ def _opened(path: Path, config: Config, everyone: Axis) -> tuple[HFFolder | None
 def record_of_folder(folder: HFFolder) -> dict[str, Any]:
     """Returns what a folder says besides its model; see `folder_record`. CheckpointError if a file is malformed."""
     path = folder.path / GENERATION
-    generation = read_object(path) if path.is_file() else None
     try:
+        generation = None
+        if path.is_file() and read_object(path) is not None:  # CheckpointError if it is no object
+            generation = path.read_bytes().decode("utf-8-sig")
         return record_of(folder.config, generation, folder_files(folder.path).hashes())
     except OSError as error:
         raise CheckpointError(f"{folder.path} cannot be read: {plain(error)}") from None
