@@ -111,7 +111,8 @@ def record_of_folder(folder: HFFolder) -> dict[str, Any]:
     path = folder.path / GENERATION
     try:
         generation = None
-        if path.is_file() and read_object(path) is not None:  # CheckpointError if it is no object
+        if path.is_file():
+            read_object(path)  # CheckpointError if it is not an object
             generation = path.read_bytes().decode("utf-8-sig")
         return record_of(folder.config, generation, folder_files(folder.path).hashes())
     except OSError as error:
