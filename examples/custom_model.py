@@ -71,7 +71,8 @@ def configure() -> tuple[Config, Data]:
     except ConfigError as error:
         sys.exit(format_problems(error.problems))
     d = config.data
-    data = open_data(d.path, d.tokenizer, d.split, config.model.seq, config.train.seed)
+    spelling = {"bos": d.bos, "special_tokens": d.special_tokens}
+    data = open_data(d.path, d.tokenizer, d.split, config.model.seq, config.train.seed, **spelling)
     return resolve(config, data.vocab, world), data
 
 

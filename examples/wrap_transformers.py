@@ -51,7 +51,8 @@ def main() -> None:
     if config.parallel.pp * config.parallel.tp > 1:
         raise ConfigError(["a wrapped module is not cut: use --parallel.pp 1 and --parallel.tp 1"])
     d, train = config.data, config.train
-    data = open_data(d.path, d.tokenizer, d.split, config.model.seq, train.seed)
+    spelling = {"bos": d.bos, "special_tokens": d.special_tokens}
+    data = open_data(d.path, d.tokenizer, d.split, config.model.seq, train.seed, **spelling)
     config = resolve(config, data.vocab, world)
     model = build_model(config.model)
     topology = threed.Topology()

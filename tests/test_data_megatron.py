@@ -174,6 +174,7 @@ def test_a_large_vocabulary_takes_int32(tmp_path: Path) -> None:
 
     backend = Tokenizer(models.WordLevel({"?": 0, "high": 70_000, "</s>": 1}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["</s>"])
     backend.save(str(tmp_path / "t.json"))
     (tmp_path / "a.txt").write_text("high low high")
     summary = tokenize_to_megatron(

@@ -95,8 +95,9 @@ def test_a_bad_jsonl_line_is_named(tmp_path: Path, line: str, message: str) -> N
 
 def test_a_jsonl_line_that_is_no_utf8_is_named(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"d\.jsonl, line 2: no JSON .*utf-8"):
-        list(find_text(tmp_path / "d.jsonl").pieces())
+    for any_bytes in (False, True):
+        with pytest.raises(ValueError, match=r"d\.jsonl, line 2 is not UTF-8: invalid byte 0xff at byte 24 "):
+            list(find_text(tmp_path / "d.jsonl").pieces(any_bytes))
 
 
 @given(texts=st.lists(st.text()), ascii_only=st.booleans())
@@ -135,7 +136,49 @@ def test_pieces_are_cut_between_lines_then_words(monkeypatch: pytest.MonkeyPatch
 def test_any_bytes_pass_through_a_text_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "PIECE_BYTES", 64)
     data = bytes(range(128, 192)) * 20  # nothing but UTF-8 continuation bytes
-    assert b"".join(piece.data for piece in read_pieces(held("d.txt", data))) == data
+    assert b"".join(piece.data for piece in read_pieces(held("d.txt", data), any_bytes=True)) == data
+
+
+@pytest.mark.parametrize("size", [64, 1 << 20])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("naïve text. ".encode("latin-1") * 30, "is not UTF-8: invalid byte 0xef at byte 2 "),
+        (b"good " * 99 + b"\xff", "is not UTF-8: invalid byte 0xff at byte 495 "),
+        (b"\xef\xbb\xbf" + b"good " * 99 + b"\xe9!", "is not UTF-8: invalid byte 0xe9 at byte 498 "),
+        ("é".encode()[:1], "is not UTF-8: invalid byte 0xc3 at byte 0 "),
+        (
+            "some text".encode("utf-16"),
+            "begins with the byte-order mark of UTF-16, at byte 0: .*iconv -f UTF-16 -t UTF-8",
+        ),
+        (b"\xfe\xff" + "some text".encode("utf-16-be"), "begins with the byte-order mark of UTF-16"),
+        ("some text".encode("utf-32"), "begins with the byte-order mark of UTF-32"),
+        ("some text".encode("utf-16-le"), "has a NUL at byte 1 and many more: it looks like UTF-16"),
+    ],
+)
+def test_text_that_is_not_utf8_is_refused_with_its_place(
+    content: bytes, message: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "PIECE_BYTES", size)
+    for name in ("d.txt", "d.jsonl"):
+        place = r"d\.txt " if name == "d.txt" else r"d\.jsonl, line 1 "
+        with pytest.raises(ValueError, match=place + message):
+            list(read_pieces(held(name, content)))
+    assert b"".join(piece.data for piece in read_pieces(held("d.txt", content), any_bytes=True)) in (
+        content, content.removeprefix(b"\xef\xbb\xbf"),
+    )  # fmt: skip
+
+
+def test_the_mark_of_utf8_is_no_part_of_the_text() -> None:
+    for any_bytes in (False, True):
+        assert list(read_pieces(held("d.txt", b"\xef\xbb\xbfa \xef\xbb\xbf"), any_bytes)) == [
+            Piece(b"a \xef\xbb\xbf", True)
+        ]
+        assert list(read_pieces(held("d.txt", b"\xef\xbb\xbf"), any_bytes)) == []
+
+
+def test_nuls_in_a_text_are_text() -> None:
+    assert list(read_pieces(held("d.txt", b"a\x00bcdefgh"))) == [Piece(b"a\x00bcdefgh", True)]
 
 
 def test_every_document_ends_with_the_end_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +190,19 @@ def test_every_document_ends_with_the_end_of_text(monkeypatch: pytest.MonkeyPatc
         ([99, 256], True),
         ([100, 256], True),
     ]
+
+
+class WithBos(ByteTokenizer):
+    """Documents begin with 7."""
+
+    bos_ids = (7,)
+
+
+def test_every_document_begins_with_bos_if_the_tokenizer_has_it_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threed.data.encode.GROUP_BYTES", 3)
+    pieces = [Piece(b"ab", False), Piece(b"c", True), Piece(b"d", True), Piece(b"e", True)]
+    encoded = [tokens.tolist() for tokens, _ in encode(iter(pieces), WithBos())]
+    assert encoded == [[7, 97, 98], [99, 256], [7, 100, 256], [7, 101, 256]]
 
 
 def test_sha256_is_over_names_and_contents(tmp_path: Path) -> None:

@@ -217,6 +217,7 @@ def judge_run(folder: Path) -> str:
     """Plans a run that begins from a folder."""
     said = io.StringIO()
     words = ["--checkpoint.resume", str(folder / "in"), "--data.path", str(folder / "in" / "x.txt"), "--model.seq", "8"]
+    words += ["--data.tokenizer", "bytes"]  # the folder has none
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = launch.main([*words, "--dry-run"], prog="threed train")
     assert code in (0, 2)
@@ -300,6 +301,11 @@ def make_inputs(place: Path) -> None:
     (place / "text" / "x.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     ByteTokenizer().save_hf(place / "tokenizer")
     (place / "tokenizer" / "x.txt").write_text("some text, and more\n")
+    about = {
+        "eos_token": {"content": "<|endoftext|>", "special": True}, "bos_token": "<|endoftext|>", "add_bos_token": True,
+        "added_tokens_decoder": {"257": {"content": "<x>", "special": True}}, "additional_special_tokens": ["<x>"],
+    }  # fmt: skip
+    (place / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(about))
     (place / "tokens").mkdir()
     tokenize_to_megatron(place / "text" / "x.jsonl", place / "tokens" / "x", ByteTokenizer())
 
@@ -324,6 +330,7 @@ KINDS: dict[str, Kind] = {
     "text": ("text", "x.jsonl", forge_lines, judge_text),
     "damaged text": ("text", "x.jsonl", damage, judge_text),
     "tokenizer": ("tokenizer", "tokenizer.json", forge, judge_tokenizer),
+    "tokenizer's configuration": ("tokenizer", "tokenizer_config.json", forge, judge_tokenizer),
     "damaged tokenizer": ("tokenizer", "tokenizer.json", damage, judge_tokenizer),
     ".idx": ("tokens", "x.idx", damage, judge_index),
     "numbers of .idx": ("tokens", "x.idx", forge_numbers, judge_index),

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
+from tests.test_checkpoint_native import sealed
 from tests.test_models_families import FAMILIES, theirs
 from tests.test_pretrain import again, folder  # noqa: F401
+from tests.test_tokenizer_layouts import assert_same_folder
 from threed import launch
 from threed.arguments import load
 from threed.checkpoint import native
 from threed.checkpoint.convert import convert
 from threed.checkpoint.layouts import model_of
 from threed.config import ConfigError
+from threed.data import find_problems
 from threed.data.tokenizer import ByteTokenizer
 from threed.monitor import metrics
 from threed.pretrained import find
@@ -37,6 +40,8 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             patch.setitem(FAMILIES, name, (kind, sizes | {"vocab_size": 300}))
             theirs(name).save_pretrained(place / name)
     ByteTokenizer().save_hf(place / "llama")
+    (place / "llama" / "chat_template.jinja").write_text("{{ messages }}")
+    (place / "llama" / "generation_config.json").write_text('{"eos_token_id": [2, 256], "top_p": 0.9}')
     convert(place / "llama", place / "native")
     return place
 
@@ -70,7 +75,46 @@ def test_without_such_a_folder_nothing_changes(pretrained: Path, tmp_path: Path)
         assert find(["--checkpoint.resume", resume], {}) is None
     assert find(["--checkpoint.resume", str(pretrained / "gpt2"), "--help"], {}) is None
     assert find(["--checkpoint.resume", str(pretrained / "gpt2"), "--no.key", "1"], {}) is None
-    assert resolved(["--checkpoint.resume", str(pretrained / "gpt2")], {}).data.tokenizer == "bytes"
+
+
+def test_a_begin_without_a_known_tokenizer_is_refused(pretrained: Path, tmp_path: Path) -> None:
+    """Of folders without one, with one that cannot be read, and of native checkpoints, at step 0 or later."""
+    convert(pretrained / "gpt2", tmp_path / "none")
+    convert(pretrained / "llama", tmp_path / "told none", tokenizer="none")
+    shutil.copytree(tmp_path / "none", tmp_path / "moments")
+    sealed(tmp_path / "moments", lambda body: body["state"].update(steps=40, consumed=40, updates=40.0))
+    for path in (pretrained / "gpt2", tmp_path / "none", tmp_path / "told none", tmp_path / "moments"):
+        words = ["--checkpoint.resume", str(path)]
+        with pytest.raises(ConfigError, match=r"tokenizer .*: give the model's own by --data\.tokenizer FOLDER"):
+            find(words, {})
+        (tmp_path / "run.toml").write_text('[data]\ntokenizer = "bytes"\n')
+        for named in (
+            ["--data.tokenizer", "bytes"],
+            ["--data.tokenizer=bytes"],
+            ["--config", str(tmp_path / "run.toml")],
+        ):
+            start = find([*words, *named], {})
+            assert (
+                start is None
+                or load([*start.flags, *words, *named], defaults=start.defaults)[0].data.tokenizer == "bytes"
+            )
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused_and_goes_along(pretrained: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(pretrained / "gpt2", tmp_path / "source")
+    (source / "tokenizer.model").write_bytes(b"not a SentencePiece model")
+    native = convert(source, tmp_path / "native")
+    for path in (source, native):
+        config = resolved(["--checkpoint.resume", str(path)], {})
+        (problem,) = find_problems(None, config.data.tokenizer, 0.1)
+        assert "tokenizer.model" in problem
+        assert "give --data.tokenizer a folder with a tokenizer.json" in problem
+    assert (convert(native, tmp_path / "back") / "tokenizer.model").read_bytes() == b"not a SentencePiece model"
+    (source / "tokenizer.model").write_bytes(b"another")
+    with pytest.raises(
+        ConfigError, match=r"its tokenizer, .* has other files now: give the model's own by --data\.tok"
+    ):
+        find(["--checkpoint.resume", str(native)], {})
 
 
 def test_a_folder_that_does_not_fit_is_refused_before_the_start(
@@ -106,9 +150,12 @@ def test_a_run_begins_from_a_folder_and_goes_on_from_its_own_checkpoints(
     told = first.stdout.partition("resume     ")[2].split()
     assert told[3:6] == ["2", "pretrain/llama.py", "--config"]
     assert told[-2:] == ["--checkpoint.resume", "auto"]
-    second = again(folder, 2, "llama.py", *told[5:], "--train.stop-after", "none")
+    second = again(folder, 2, "llama.py", *told[5:], "--train.stop-after", "none", "--checkpoint.export-hf", "true")
     assert second.returncode == 0, second.stderr
     assert "resumed    run/checkpoints/step-2" in second.stdout
     rows = metrics.read(folder / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert native.read_manifest(folder / "run" / "checkpoints" / "step-4")["config"]["model"]["layers"] == 3
+    converted = convert(folder / "run" / "checkpoints" / "step-4", folder / "converted")
+    for out in (folder / "run" / "hf", converted):  # ids, generation defaults and files are those of the first folder
+        assert_same_folder(out, pretrained / "llama")

@@ -82,13 +82,20 @@ def _parser() -> argparse.ArgumentParser:
     sub = tool("tokenize", "turns text (.txt, .jsonl, a folder of them) into Megatron .bin/.idx", _tokenize)
     sub.add_argument("src")
     sub.add_argument("dst", help="prefix of the .bin and .idx to write")
-    sub.add_argument("--tokenizer", default="bytes", help="bytes (default), or the path of a tokenizer.json")
+    help_text = "bytes (default), the folder of a tokenizer, or the path of a tokenizer.json"
+    sub.add_argument("--tokenizer", default="bytes", help=help_text)
+    help_text = "begin documents with the bos token (default auto: if the tokenizer itself begins texts with it)"
+    sub.add_argument("--bos", choices=["auto", "true", "false"], default="auto", help=help_text)
+    help_text = "special tokens spelt in the text: text as any other (default), or parsed as these tokens"
+    sub.add_argument("--special-tokens", choices=["text", "parse"], default="text", help=help_text)
     text = "turns a native checkpoint into a Hugging Face folder, and back, and DeepSpeed's and Megatron's into it"
     sub = tool("convert", text, _convert)
     sub.add_argument("src", type=Path)
     sub.add_argument("dst", type=Path)
     sub.add_argument("--to", choices=["native", "hf"], help="what DST is to be; default: the other one than SRC is")
-    sub.add_argument("--tokenizer", help="bytes, a tokenizer.json, or none; default: the folder's, or the run's")
+    sub.add_argument(
+        "--tokenizer", help="bytes, a folder, a tokenizer.json, or none; default: the folder's, or the run's"
+    )
     sub.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default=None, help="format of the weights")
     help_text = "read checkpoints of DeepSpeed and Megatron, which are pickles, in a process that is cut off"
     sub.add_argument("--allow-pickle", action="store_true", help=help_text)
@@ -180,8 +187,11 @@ def _plan(a: argparse.Namespace, costs: schedules.Costs) -> schedules.Plan:
 def _tokenize(a: argparse.Namespace) -> None:
     from threed.data import load_tokenizer, tokenize_to_megatron
 
-    made = tokenize_to_megatron(a.src, a.dst, load_tokenizer(a.tokenizer))
+    tokenizer = load_tokenizer(a.tokenizer, {"true": True, "false": False}.get(a.bos, "auto"), a.special_tokens)
+    made = tokenize_to_megatron(a.src, a.dst, tokenizer)
     print(f"{made.documents:,} documents, {made.tokens:,} tokens: {', '.join(str(file) for file in made.files)}")
+    begin = f"begin with {list(tokenizer.bos_ids)} (bos)" if tokenizer.bos_ids else "begin without bos"
+    print(f"documents {begin} and end with {tokenizer.eot}")
 
 
 def _convert(a: argparse.Namespace) -> None:

@@ -261,7 +261,13 @@ class DataConfig(_Group):
     path: PathText | None = Field(
         None, description=".txt, .jsonl, a folder of them, or Megatron .bin/.idx; none: this Python's library sources"
     )
-    tokenizer: Text = Field("bytes", description="bytes, or the path of a tokenizer.json")
+    tokenizer: Text = Field("bytes", description="bytes, or the folder of a tokenizer, or the path of a tokenizer.json")
+    bos: AutoSwitch = Field(
+        "auto", description="documents begin with the bos token; auto: if the tokenizer itself begins texts with it"
+    )
+    special_tokens: Literal["text", "parse"] = Field(
+        "text", description="special tokens that are spelt in the text: text as any other, or parsed as these tokens"
+    )
     split: Annotated[Share, Field(gt=0)] = Field(
         0.05, description="share of the data kept for validation: its end; files of the default corpus"
     )

@@ -376,8 +376,8 @@ class Engine:
 
     def load(self, path: str | Path, hashed: Collection[str] | None = None) -> dict[str, Any]:
         """Takes weights, moments, buffers and counters from a checkpoint of any topology, or weights alone from a
-        Hugging Face folder; gives back what was saved as extra. CheckpointError, before anything is overwritten, when
-        names or shapes are another model's. hashed: see `native.load`."""
+        Hugging Face folder; returns what was saved as extra, of a folder its record as `hf`. CheckpointError, before
+        anything is overwritten, when names or shapes are another model's. hashed: see `native.load`."""
         self.saver.end()
         self._take_in()
         about = (Path(path), self.optimizer, self.topology, self.config, self.extras)

@@ -23,7 +23,7 @@ PROMPT = "def "
 
 def sample_text(engine: Engine, data: Data, count: int) -> str:
     """Returns a prompt and the `count` tokens with which the model continues it, or why it does not. Collective."""
-    prompt = data.tokenizer.encode(PROMPT) or [data.tokenizer.eot]
+    prompt = [*data.tokenizer.bos_ids, *data.tokenizer.encode(PROMPT)] or [data.tokenizer.eot]
     try:
         return data.tokenizer.decode(generate(engine, prompt, count))
     except NotFiniteError as error:

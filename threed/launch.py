@@ -200,7 +200,9 @@ def _load(
         problems = error.problems
     try:
         d = load(argv, defaults=defaults)[0].data
-        problems = problems + find_data_problems(d.path, d.tokenizer, d.split)
+        problems = problems + find_data_problems(
+            d.path, d.tokenizer, d.split, bos=d.bos, special_tokens=d.special_tokens
+        )
     except ConfigError:
         pass  # what does not parse is among the problems already
     raise ConfigError(problems)
@@ -241,10 +243,13 @@ def refuse(text: str) -> int:
 
 def _open(config: Config) -> Data:
     d = config.data
-    problems = find_data_problems(d.path, d.tokenizer, d.split)
+    problems = find_data_problems(d.path, d.tokenizer, d.split, bos=d.bos, special_tokens=d.special_tokens)
     if not problems:
         try:
-            return open_data(d.path, d.tokenizer, d.split, config.model.seq, config.train.seed)
+            return open_data(
+                d.path, d.tokenizer, d.split, config.model.seq, config.train.seed,
+                bos=d.bos, special_tokens=d.special_tokens,
+            )  # fmt: skip
         except (ValueError, OSError) as error:
             problems = [str(error)]
     raise ConfigError(problems)

@@ -5,7 +5,7 @@
 
 The folder says what the model is: its keys count more than those of a preset or file, and a flag that says another
 thing is refused. Only the sequence's length and the dropout are the run's own. Its tokenizer is the run's where no
-other is said.
+other is said; where it has none, the run must name one.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from typing import Any
 
 from threed.arguments import load, written
 from threed.checkpoint import native
-from threed.checkpoint.convert import is_saved_tokenizer
+from threed.checkpoint.convert import saved_files
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.hf_folder import HFFolder, is_hf_folder
 from threed.checkpoint.hf_import import model_differences
 from threed.config import ConfigError, ModelConfig, key_name
+from threed.data.tokenizer_files import VOCABULARY_NAMES, folder_files
 from threed.resolution import resolve_model
 
 Groups = Mapping[str, Mapping[str, Any]]
 SEQ = 256  # as long as nobody says how long
+FIX = "give the model's own by --data.tokenizer FOLDER (or bytes, if the model was trained on bytes)"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def find(argv: list[str], defaults: Groups, check: bool = True) -> Pretrained | 
     if options.help or config.checkpoint.resume in ("auto", "none"):
         return None
     try:
-        opened = _open(path, check, any(word.split("=")[0] == "--data.tokenizer" for word in argv))
+        opened = _open(path, check, "tokenizer" in config.data.model_fields_set)
     except (CheckpointError, OSError) as error:
         raise ConfigError([f"--checkpoint.resume {path}: {error}"]) from None
     if opened is None:
@@ -71,22 +73,29 @@ def _open(path: Path, check: bool, named: bool) -> tuple[ModelConfig, str | None
         folder = HFFolder(path)
         if problems := list(folder.problems()) if check else []:
             raise CheckpointError("; ".join(problems))
-        return folder.model, str(path) if (path / "tokenizer.json").is_file() else None
+        files = folder_files(path)
+        if named:
+            return folder.model, None
+        if not files.vocabulary:
+            raise CheckpointError(f"the folder has no tokenizer that is read ({VOCABULARY_NAMES}): {FIX}")
+        return folder.model, str(path.absolute())
     if not (path / native.MANIFEST).is_file():
         return None
     manifest = native.read_manifest(path)
+    name = str(manifest["config"]["data"]["tokenizer"])
+    if name == "none" and not named:
+        raise CheckpointError(f"the checkpoint does not name the tokenizer of its model: {FIX}")
     if manifest["state"]["steps"]:
         return None
     try:
         model = resolve_model(ModelConfig.model_validate(manifest["config"]["model"]))
     except ValueError:
         return None
-    name = str(manifest["config"]["data"]["tokenizer"])
-    if named or name in ("none", "bytes"):
+    if named or name == "bytes":
         return model, None
-    if not is_saved_tokenizer(name, manifest):  # whoever wrote the checkpoint may have named any path
+    if saved_files(name, manifest) is None:  # whoever wrote the checkpoint may have named any path
         what = f"its tokenizer, {plain(name)}, is not here or has other files now"
-        raise CheckpointError(f"{what}: give --data.tokenizer")
+        raise CheckpointError(f"{what}: {FIX}")
     return model, name
 
 

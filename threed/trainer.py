@@ -366,7 +366,8 @@ class Trainer:
         """What a checkpoint keeps for the next run and for exports, beside the engine's state."""
         tokenizer = self.data.tokenizer
         known = {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256, "job": job_name()}
-        return {**known, "tokenizer": tokenizer.files, "fingerprint": tokenizer.fingerprint, "tokens": self._tokens()}
+        known |= {"tokenizer": tokenizer.files, "fingerprint": tokenizer.fingerprint, "hf": self.extra.get("hf")}
+        return {**known, "tokens": self._tokens()}
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a step's checkpoint."""

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from threed import architectures
-from threed.checkpoint import hf, native
+from threed.checkpoint import folder_record, hf, native
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.hf_folder import HFFolder, has_weights, is_hf_folder, read_object
-from threed.checkpoint.hf_import import import_hf
-from threed.data.tokenizer import Tokenizer, file_hashes, load_tokenizer, tokenizer_file
+from threed.checkpoint.hf_folder import HFFolder, HFTensors, has_weights, is_hf_folder
+from threed.checkpoint.hf_import import import_hf, record_of_folder
+from threed.data.tokenizer import Tokenizer, TokenizerJson, load_tokenizer
+from threed.data.tokenizer_files import FIRST_NAMES, TokenizerFiles, find_files, folder_files
 from threed.foreign import folders, source
 
 
@@ -30,9 +31,9 @@ def convert(
     """Converts the checkpoint folder `src` into the new folder `dst`, and returns that.
 
     to: "native" or "hf"; None: the other one than `src` is. dtype: of the weights; None: as they are. tokenizer:
-    "bytes" or the path of a tokenizer.json, "none" for none; None: the folder's own, or the one that the run was
-    trained with. allow_pickle: read other programs' checkpoints too. config: of their model, where it is not beside.
-    Raises CheckpointError, saying what to do.
+    "bytes", a folder or the path of a tokenizer.json, "none" for none; None: the folder's own, or the one of the run.
+    allow_pickle: read other programs' checkpoints too. config: of their model, where it is not beside. Raises
+    CheckpointError, saying what to do.
     """
     src, dst = Path(src), Path(dst)
     kind = kind_of(src, allow_pickle)
@@ -42,11 +43,22 @@ def convert(
     if kind == "native":
         if to == "native":
             raise CheckpointError(f"{src} is a native checkpoint already: it loads in any topology as it is")
-        spec = tokenizer or _trained_with(native.read_manifest(src))
-        return hf.export_hf(src, dst, _tokenizer(spec), dtype)
+        return _from_native(src, dst, dtype, tokenizer)
     if kind != "hf":
         return _from_others(src, dst, kind, to, dtype, tokenizer, Path(config) if config else None)
     return _from_hf(HFFolder(src), dst, to, dtype, tokenizer)
+
+
+def _from_native(src: Path, dst: Path, dtype: str | None, spec: str | None) -> Path:
+    if spec is not None:
+        return hf.export_hf(src, dst, _tokenizer(spec), dtype)
+    manifest = native.read_manifest(src)
+    extra = manifest["state"]["extra"]
+    spec, files = _trained_with(manifest)
+    record = folder_record.checked(extra.get("hf"))
+    if files is not None and record is not None and record["tokenizer"] == extra["tokenizer"]:
+        return hf.export_hf(src, dst, None, dtype, files=files)  # those of the folder, whatever is in them
+    return hf.export_hf(src, dst, _tokenizer(spec if files is None else files), dtype)
 
 
 def _from_others(
@@ -57,25 +69,31 @@ def _from_others(
             f"{src} is a checkpoint of {kind}'s: make a native one of it first, and of that one of hf"
         )
     found = folders.open_source(src, kind, config)
-    tokenizer = _tokenizer(spec or "none")
-    path = "none" if tokenizer is None else spec if spec == "bytes" else str(tokenizer_file(spec or "").absolute())
-    return source.write_native(found, dst, dtype, path or "none", tokenizer.files if tokenizer else None)
+    path, hashes = _named(spec or "none")
+    record = folder_record.record_of(found.config, None, hashes or {}) if isinstance(found, HFTensors) else None
+    return source.write_native(found, dst, dtype, path, {"tokenizer": hashes, "hf": record})
 
 
 def _from_hf(folder: HFFolder, dst: Path, to: str, dtype: str | None, spec: str | None) -> Path:
-    own = folder.path / "tokenizer.json"
-    spec = spec or (str(own.absolute()) if own.is_file() else "none")
-    tokenizer = _tokenizer(spec)
+    own = folder_files(folder.path)
+    record = record_of_folder(folder)
     if to == "native":
-        path = spec if tokenizer is None or spec == "bytes" else str(tokenizer_file(spec).absolute())
-        return import_hf(folder, dst, dtype, path, tokenizer.files if tokenizer else None)
+        path, hashes = _named(spec) if spec else (own.spec, own.hashes()) if own.files else ("none", None)
+        return import_hf(folder, dst, dtype, path, {"tokenizer": hashes, "hf": record})
     if problems := list(folder.problems()):
         raise CheckpointError("; ".join(problems))
-    record = architectures.layout_of(dict(folder.model))
-    config = folder.config | {"architectures": [record.hf_class]}
-    generation = folder.path / "generation_config.json"
-    files = {generation.name: read_object(generation)} if generation.is_file() else {}
-    return hf.write_folder(dst, folder.table, folder, config, dtype, tokenizer, files)
+    tokenizer = _tokenizer(spec) if spec else None
+    more, files = folder_record.written(record, tokenizer)
+    config = folder.config | {"architectures": [architectures.layout_of(dict(folder.model)).hf_class]} | more
+    return hf.write_folder(dst, folder.table, folder, config, dtype, tokenizer if spec else own, files)
+
+
+def _named(spec: str) -> tuple[str, dict[str, str] | None]:
+    """Returns how a checkpoint names this tokenizer, and the hashes of its files."""
+    tokenizer = _tokenizer(spec)
+    if tokenizer is None or spec == "bytes":
+        return spec, tokenizer.files if tokenizer else None
+    return find_files(spec).spec, tokenizer.files
 
 
 def kind_of(path: Path, allow_pickle: bool = False) -> str:
@@ -98,32 +116,41 @@ def kind_of(path: Path, allow_pickle: bool = False) -> str:
     raise CheckpointError(f"{path} is no checkpoint: it has neither {native.MANIFEST} nor config.json; {hint}")
 
 
-def _trained_with(manifest: Mapping[str, Any]) -> str:
-    """Returns the tokenizer that a checkpoint names; CheckpointError unless its files have the saved hashes.
+def _trained_with(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | None]:
+    """Returns the tokenizer that a checkpoint names, and its files; CheckpointError unless these have the saved hashes.
 
     An export copies them, and whoever wrote the checkpoint may have named any path of this machine.
     """
     spec = str(manifest["config"]["data"]["tokenizer"])
-    if spec == "bytes" or (spec == "none" and manifest["state"]["extra"].get("tokenizer") is None):
-        return spec
-    if not is_saved_tokenizer(spec, manifest):
+    saved = manifest["state"]["extra"].get("tokenizer")
+    if spec == "bytes" or (spec == "none" and saved is None):
+        return spec, None
+    files = saved_files(spec, manifest)
+    if files is None:
         why = "is not here, has other files now, or the checkpoint does not say which"
         raise CheckpointError(
             f"the tokenizer it was trained with, {spec}, {why}: give --tokenizer bytes, a path, or none"
         )
-    return spec
+    return spec, files
 
 
-def is_saved_tokenizer(spec: str, manifest: Mapping[str, Any]) -> bool:
-    """Returns whether a tokenizer's files have the hashes that a checkpoint says."""
+def saved_files(spec: str, manifest: Mapping[str, Any]) -> TokenizerFiles | None:
+    """Returns the files of a tokenizer with the hashes in a checkpoint; None if some have others, or are missing."""
+    extra = manifest["state"]["extra"]
+    saved = extra.get("tokenizer")
     try:
-        return file_hashes(tokenizer_file(spec)) == manifest["state"]["extra"].get("tokenizer")
+        found = folder_files(Path(spec)) if Path(spec).is_dir() else find_files(spec)
+        if "hf" not in extra and FIRST_NAMES.issuperset(saved or ()):  # of an earlier version
+            found = found.only(FIRST_NAMES)
+        return found if found.files and found.hashes() == saved else None
     except (ValueError, OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
-        return False
+        return None
 
 
-def _tokenizer(spec: str) -> Tokenizer | None:
+def _tokenizer(spec: str | TokenizerFiles) -> Tokenizer | None:
     try:
+        if isinstance(spec, TokenizerFiles):
+            return TokenizerJson(spec)
         return None if spec == "none" else load_tokenizer(spec)
     except ValueError as error:
         raise CheckpointError(f"{error} (convert takes --tokenizer bytes, a path, or none)") from None

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from threed.atomic import building_place, publish, write_text
-from threed.checkpoint import native
+from threed.checkpoint import folder_record, native
 from threed.checkpoint.files import CheckpointError, begin, cut, stream_tensors
 from threed.checkpoint.finite import Tally, narrowed
 from threed.checkpoint.hf_folder import slabs
@@ -49,6 +49,13 @@ class Weights(Protocol):
         """Returns a box [*size] of a tensor."""
 
 
+class SavesFiles(Protocol):
+    """A tokenizer, or its files."""
+
+    def save_hf(self, folder: Path, model_type: str | None = None) -> None:
+        """Writes its files into the folder of a model."""
+
+
 class Saved:
     """The weights of a native checkpoint, as `Weights`."""
 
@@ -66,12 +73,16 @@ class Saved:
 
 def export_hf(
     checkpoint: Path, out: Path, tokenizer: Tokenizer | None = None, dtype: str | None = None, *,
-    shard_bytes: int = SHARD_BYTES,
+    files: SavesFiles | None = None, shard_bytes: int = SHARD_BYTES,
 ) -> Path:  # fmt: skip
     """Writes a native checkpoint as a folder that `transformers` loads, whole or not at all; no process group needed.
 
-    dtype: fp32, bf16, fp16 or fp64; None: as the checkpoint has its weights (masters). An earlier export at `out` is
-    replaced. Raises CheckpointError for damage, names or shapes that are not the model's, values that overflow.
+    Ids of special tokens and generation_config.json are those of the Hugging Face folder that the run began from, if it
+    did and the tokenizer is that folder's, else those that the tokenizer names.
+
+    dtype: fp32, bf16, fp16 or fp64; None: as the checkpoint has its weights (masters). files: of the tokenizer, to copy
+    without reading them. An earlier export at `out` is replaced. Raises CheckpointError for damage, names or shapes
+    that are not the model's, values that overflow.
     """
     manifest = native.read_manifest(checkpoint)
     problems = native.verify(checkpoint, manifest, thorough=True)
@@ -83,21 +94,22 @@ def export_hf(
     beside = {name: shape for name, (*_, shape) in reader.buffers.items()}  # the layouts have none
     check_names({**reader.shapes, **beside}, our_shapes(table), str(checkpoint))
     _check_tokenizer(tokenizer, model)
-    ids = None if tokenizer is None else tokenizer.eot
-    more = {"bos_token_id": ids, "eos_token_id": ids}  # a document begins where another ends, as in training
-    config = config_of(model) | {"vocab_size": model.vocab, "tie_word_embeddings": bool(model.tied)} | more
-    files = {"generation_config.json": more}
-    return write_folder(out, table, Saved(reader), config | {"use_cache": True}, dtype, tokenizer, files, shard_bytes)
+    record = folder_record.checked(manifest["state"]["extra"].get("hf"))
+    more, others = folder_record.written(record, tokenizer)
+    config = config_of(model) | {"vocab_size": model.vocab, "tie_word_embeddings": bool(model.tied)}
+    del config["pad_token_id"]  # which `more` has, or the folder had none
+    return write_folder(out, table, Saved(reader), config | more, dtype, files or tokenizer, others, shard_bytes)
 
 
 def write_folder(
     out: Path, table: Sequence[Entry], weights: Weights, config: Mapping[str, Any], dtype: str | None = None,
-    tokenizer: Tokenizer | None = None, files: Mapping[str, Any] = MappingProxyType({}),
+    tokenizer: SavesFiles | None = None, files: Mapping[str, Any] = MappingProxyType({}),
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:  # fmt: skip
     """Writes a Hugging Face folder of these tensors, whole or not at all.
 
-    dtype: of all; None: each as it is. files: other JSON files. Raises CheckpointError, also for values that overflow.
+    dtype: of all; None: each as it is. files: other JSON files, objects or their text. Raises CheckpointError, also for
+    values that overflow.
     """
     to = {entry.name: _dtype(dtype, entry, weights) for entry in table}
     building, nbytes = building_place(out), sum(_nbytes(entry, to[entry.name]) for entry in table)
@@ -107,9 +119,9 @@ def write_folder(
         _write_weights(building, table, weights, to, shard_bytes, tally)
         name = str(to[table[0].name]).removeprefix("torch.")
         for file, content in {"config.json": {**config, "dtype": name, "torch_dtype": name}, **files}.items():
-            write_text(building / file, json.dumps(content, indent=2) + "\n")
+            write_text(building / file, content if isinstance(content, str) else json.dumps(content, indent=2) + "\n")
         if tokenizer is not None:
-            tokenizer.save_hf(building)
+            tokenizer.save_hf(building, config["model_type"])
         publish(building, out)
     except OSError as error:
         shutil.rmtree(building, ignore_errors=True)

@@ -18,10 +18,12 @@ from threed.checkpoint import finite, fit
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.finite import narrowed
+from threed.checkpoint.folder_record import GENERATION, record_of
 from threed.checkpoint.hf import dtype_of
-from threed.checkpoint.hf_folder import HFFolder, slabs
+from threed.checkpoint.hf_folder import HFFolder, read_object, slabs
 from threed.checkpoint.weights_only import FILE_BYTES, write_weights
 from threed.config import Config, DataConfig, ModelConfig
+from threed.data.tokenizer_files import folder_files
 from threed.precision import DTYPES
 from threed.resolution import resolve_model
 from threed.sharding import Box, Piece
@@ -34,12 +36,13 @@ FREE = ("seq", "dropout")  # what a run may say of a model that comes from a fol
 
 def import_hf(
     folder: HFFolder, out: Path, dtype: str | None = None, tokenizer: str = "none",
-    hashes: Mapping[str, str] | None = None, file_bytes: int = FILE_BYTES,
+    extra: Mapping[str, Any] | None = None, file_bytes: int = FILE_BYTES,
 ) -> Path:  # fmt: skip
     """Writes a folder's weights as the native checkpoint `out`, whole or not at all; moments are left out.
 
-    dtype: of all weights; None: each as it is. tokenizer, hashes: which one an export takes, and of its files. Raises
-    CheckpointError with all that does not fit, and for values that overflow.
+    dtype: of all weights; None: each as it is. tokenizer: which one an export takes. extra: kept in the manifest: the
+    hashes of the tokenizer's files, and the folder's record. Raises CheckpointError with all that does not fit, and for
+    values that overflow.
     """
     if problems := list(folder.problems()):
         raise CheckpointError("; ".join(problems))
@@ -54,7 +57,7 @@ def import_hf(
 
     tensors = {name: (to[name], shape) for name, shape in folder.shapes.items()}
     config = Config(model=folder.model, data=DataConfig(tokenizer=tokenizer))
-    write_weights(out, config, tensors, rows, {"tokenizer": hashes}, file_bytes)
+    write_weights(out, config, tensors, rows, {"tokenizer": None, **(extra or {})}, file_bytes)
     tally.tell(out)
     return out
 
@@ -69,6 +72,7 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     folder, problems = _opened(path, config, everyone)
     _refuse(problems, everyone)
     assert folder is not None
+    record = _agreed_record(folder, everyone)
     here = fit.expected(optimizer, extras.buffers, topology)
     _refuse(fit.differences(folder.shapes, here.weights, "weights") if everyone.index == 0 else [], everyone)
     _refuse(_overflows(folder, optimizer, config), everyone)
@@ -86,7 +90,7 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     optimizer.mend()
     optimizer.updates.zero_()
     optimizer.bad.restore({"skips": 0.0})
-    return {"steps": 0, "consumed": 0, "extra": {}}
+    return {"steps": 0, "consumed": 0, "extra": {"hf": record}}
 
 
 def _opened(path: Path, config: Config, everyone: Axis) -> tuple[HFFolder | None, list[str]]:
@@ -100,6 +104,32 @@ def _opened(path: Path, config: Config, everyone: Axis) -> tuple[HFFolder | None
         return None, [str(error)]
     except Exception as error:  # so that every rank refuses
         return None, [f"{path} cannot be read: {type(error).__name__}: {plain(error)}"]
+
+
+def record_of_folder(folder: HFFolder) -> dict[str, Any]:
+    """Returns what a folder says besides its model; see `folder_record`. CheckpointError if a file is malformed."""
+    path = folder.path / GENERATION
+    try:
+        generation = None
+        if path.is_file():
+            read_object(path)  # CheckpointError if it is not an object
+            generation = path.read_bytes().decode("utf-8-sig")
+        return record_of(folder.config, generation, folder_files(folder.path).hashes())
+    except OSError as error:
+        raise CheckpointError(f"{folder.path} cannot be read: {plain(error)}") from None
+
+
+def _agreed_record(folder: HFFolder, everyone: Axis) -> dict[str, Any]:
+    """Returns the record of a folder, as the first rank sees it. Collective."""
+    record: dict[str, Any] = {}
+    problems = []
+    try:
+        record = record_of_folder(folder) if everyone.index == 0 else {}
+    except CheckpointError as error:
+        problems = [str(error)]
+    _refuse(problems, everyone)
+    first: dict[str, Any] = collectives.exchange(record, everyone)[0]
+    return first
 
 
 def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> list[str]:

@@ -102,6 +102,7 @@ RULES = (
     Rule("optim", "betas momentum eps weight-decay groups", "applied", "counts from the next step on; moments stay"),
     Rule("data", "path", "free", "the contents are compared instead"),
     Rule("data", "tokenizer", "free", "the ids are compared instead"),
+    Rule("data", "bos special-tokens", "applied", "documents are turned into ids this way from here on"),
     Rule("data", "split", "applied", "text that was trained on may be in the validation split now"),
     Rule(
         "checkpoint", "every keep keep-every async memory-every write-limit-mib resume export-hf", "free",

@@ -23,13 +23,14 @@ from threed.data import facts
 from threed.data.cache import build_once, cache_folder
 from threed.data.corpus import standard_library
 from threed.data.encode import encode
-from threed.data.megatron import is_megatron, open_tokens, pair_of
+from threed.data.megatron import is_megatron, open_tokens, pair_of, read_index
+from threed.data.pair_checks import Borders, count_borders
 from threed.data.samples import Samples
 from threed.data.sources import TextFile, TextSource, find_text, hash_files, read_pieces, stamp_files
-from threed.data.tokenizer import Tokenizer, Tokens, load_tokenizer, token_dtype
+from threed.data.tokenizer import Bos, Spelt, Tokenizer, Tokens, load_tokenizer, token_dtype
 
 # A part of every cache key: raised when what the entries hold changes.
-LAYOUT = 1
+LAYOUT = 2
 # File systems with coarse clocks show no second change within this time, so a stamp this fresh proves nothing.
 FRESH_S = 2.0
 
@@ -62,16 +63,19 @@ class Data:
         return facts.bytes_per_token(self.valid.labels(windows), self.tokenizer)
 
 
-def open_data(path: str | None, tokenizer: str, split: float, seq: int, seed: int, cache: Path | None = None) -> Data:
+def open_data(
+    path: str | None, tokenizer: str, split: float, seq: int, seed: int, cache: Path | None = None, *,
+    bos: Bos = "auto", special_tokens: Spelt = "text",
+) -> Data:  # fmt: skip
     """Opens the data at `path` (None: the default corpus) as samples of `seq` tokens, shuffled by `seed` for training.
 
-    `tokenizer`: "bytes" or the path of a tokenizer.json. `split`: the fraction for validation, the end of the tokens;
-    of the default corpus, files chosen by a hash of their path. `cache`: see `cache_folder`.
+    `tokenizer`, `bos`, `special_tokens`: see `load_tokenizer`. `split`: the fraction for validation, the end of the
+    tokens; of the default corpus, files chosen by a hash of their path. `cache`: see `cache_folder`.
     Raises ValueError, saying what to do, for data that are missing, empty, malformed, too short for one sample of
     either split, or beyond the tokenizer's vocabulary.
     """
     _check_split(split)
-    encoder = load_tokenizer(tokenizer)
+    encoder = load_tokenizer(tokenizer, bos, special_tokens)
     folder, notice = cache_folder(cache)
     where = Path(path).expanduser() if path is not None else None
     if where and is_megatron(where):
@@ -93,11 +97,13 @@ def open_data(path: str | None, tokenizer: str, split: float, seq: int, seed: in
     )
 
 
-def find_problems(path: str | None, tokenizer: str, split: float) -> list[str]:
+def find_problems(
+    path: str | None, tokenizer: str, split: float, *, bos: Bos = "auto", special_tokens: Spelt = "text"
+) -> list[str]:
     """Checks what can be checked without reading the data through: a line for each problem, with its fix."""
     checks: list[Callable[[], object]] = [
         lambda: _check_split(split),
-        lambda: load_tokenizer(tokenizer),
+        lambda: load_tokenizer(tokenizer, bos, special_tokens),
         lambda: _check_path(path),
     ]
     problems = []
@@ -205,7 +211,8 @@ def _fraction(name: str) -> float:
 
 def _write_tokens(out: BinaryIO, files: tuple[TextFile, ...], tokenizer: Tokenizer) -> int:
     written = 0
-    for tokens, _ in encode((piece for file in files for piece in read_pieces(file)), tokenizer):
+    pieces = (piece for file in files for piece in read_pieces(file, tokenizer.takes_any_bytes))
+    for tokens, _ in encode(pieces, tokenizer):
         out.write(tokens.tobytes())
         written += len(tokens)
     return written
@@ -225,8 +232,14 @@ def _open_pair(path: Path, tokenizer: Tokenizer, split: float, folder: Path) -> 
         _refuse_ids(files[0][1], tokens, tokenizer)
     cut = _cut(len(tokens), split)
     key = _key(known["sha256"], tokenizer.fingerprint, repr(split))
-    entry = build_once(folder, f"facts-{key}", lambda _: {"facts": _measure(tokens[cut:], tokenizer, split)})
-    return _Opened(tokens, cut, known["sha256"], facts.Facts(**entry.record["facts"]), str(path), "")
+
+    def measure(_: Path) -> dict[str, Any]:
+        borders = count_borders(tokens, read_index(files[1][1]), tokenizer)
+        return {"facts": _measure(tokens[cut:], tokenizer, split), "borders": asdict(borders)}
+
+    record = build_once(folder, f"facts-{key}", measure).record
+    notice = Borders(**record["borders"]).notice(str(path), tokenizer)
+    return _Opened(tokens, cut, known["sha256"], facts.Facts(**record["facts"]), str(path), notice)
 
 
 def _refuse_ids(file: Path, tokens: Tokens, tokenizer: Tokenizer) -> NoReturn:

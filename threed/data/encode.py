@@ -1,7 +1,8 @@
 """From pieces of text to token arrays, a few MiB at a time.
 
-Use: `for tokens, ends in encode(source.pieces(), tokenizer): …`. After the last piece of every document comes the end
-of text, so that documents stay apart in the flat run that training reads.
+Use: `for tokens, ends in encode(source.pieces(), tokenizer): …`. Before the first piece of every document comes the
+bos token, if the tokenizer begins documents with one, and after the last piece the end of text, so that documents stay
+apart in the flat run that training reads.
 """
 
 from __future__ import annotations
@@ -18,19 +19,24 @@ GROUP_BYTES = 4 << 20
 
 
 def encode(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Tokens, bool]]:
-    """Returns each piece's tokens, the end of text included where a document ends, and whether one ends there."""
+    """Returns each piece's tokens, with bos if a document begins and end of text if it ends, and whether it ends."""
+    begins = True
+    for group in _groups(pieces):
+        encoded = tokenizer.encode_pieces([piece.data for piece in group])
+        for piece, tokens in zip(group, encoded, strict=True):
+            before, after = tokenizer.bos_ids if begins else (), (tokenizer.eot,) if piece.ends else ()
+            parts = [np.array(before, tokens.dtype), tokens, np.array(after, tokens.dtype)]
+            yield np.concatenate(parts), piece.ends
+            begins = piece.ends
+
+
+def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     group: list[Piece] = []
     held = 0
     for piece in pieces:
         group.append(piece)
         held += len(piece.data)
         if held >= GROUP_BYTES:
-            yield from _encode_group(group, tokenizer)
+            yield group
             group, held = [], 0
-    yield from _encode_group(group, tokenizer)
-
-
-def _encode_group(group: list[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Tokens, bool]]:
-    encoded = tokenizer.encode_pieces([piece.data for piece in group])
-    for piece, tokens in zip(group, encoded, strict=True):
-        yield (np.append(tokens, tokens.dtype.type(tokenizer.eot)) if piece.ends else tokens), piece.ends
+    yield group

@@ -120,7 +120,7 @@ def open_tokens(path: Path) -> Tokens:
 def tokenize_to_megatron(src: Path | str, dst_prefix: Path | str, tokenizer: Tokenizer) -> TokenizeSummary:
     """Writes the text at `src` (.txt, .jsonl or a folder of them) as a pair, one sequence a document.
 
-    Every document ends with the tokenizer's end of text.
+    Every document ends with the tokenizer's end of text, and begins with its bos token if the tokenizer has it so.
     Streams: memory does not grow with the text (some 30 MiB with bytes, 300 with a tokenizer.json), but for 12 bytes a
     document. Nothing appears under the final names before all is written.
     Raises ValueError for unreadable text, or when the pair is there already.
@@ -133,7 +133,7 @@ def tokenize_to_megatron(src: Path | str, dst_prefix: Path | str, tokenizer: Tok
     # The index comes last: a pair without it is refused, so no moment shows half a data set as a whole one.
     with building(*finals) as (bin_path, idx_path), bin_path.open("xb") as data, idx_path.open("xb") as index_file:
         writer = MegatronWriter(data, token_dtype(tokenizer.vocab_size))
-        for tokens, ends in encode(source.pieces(), tokenizer):
+        for tokens, ends in encode(source.pieces(tokenizer.takes_any_bytes), tokenizer):
             writer.add(tokens)
             if ends:
                 writer.end_document()

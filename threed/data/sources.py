@@ -17,6 +17,12 @@ from threed.parse import ParseError, parse_json, plain
 
 PIECE_BYTES = 1 << 20
 BLANK = b" \t\r\n\xef\xbb\xbf"  # white space, and the mark that some editors put at the start of a file
+# Byte-order marks. That of UTF-8 is removed; a file with another one is refused. UTF-32's begins as UTF-16's does.
+UTF8_MARK = b"\xef\xbb\xbf"
+OTHER_MARKS = {
+    b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
+}  # fmt: skip
+MOST_NULS = 0.25  # share of NULs in a piece above which it is not UTF-8, but UTF-16 or UTF-32 without a mark
 TEXT_ENDINGS = (".txt", ".jsonl")
 
 
@@ -66,10 +72,10 @@ class TextSource:
         """Hashes every file's name and content, each preceded by its length."""
         return hash_files((file.name, file.size, file.open()) for file in self.files)
 
-    def pieces(self) -> Iterator[Piece]:
-        """Returns all documents, piece by piece. Raises ValueError naming file and line of a bad .jsonl line."""
+    def pieces(self, any_bytes: bool = False) -> Iterator[Piece]:
+        """Returns all documents, piece by piece; see `read_pieces`."""
         for file in self.files:
-            yield from read_pieces(file)
+            yield from read_pieces(file, any_bytes)
 
     def stamp(self) -> tuple[str, float]:
         """Describes the files by what the file system says of them; and when the newest changed (Unix time)."""
@@ -104,9 +110,21 @@ def find_text(path: Path) -> TextSource:
     return source
 
 
-def read_pieces(file: TextFile) -> Iterator[Piece]:
-    """Returns the documents of one file: the lines of a .jsonl, else the whole file. Empty documents are skipped."""
-    return _read_jsonl(file) if file.name.endswith(".jsonl") else _read_whole(file)
+def read_pieces(file: TextFile, any_bytes: bool = False) -> Iterator[Piece]:
+    """Returns the documents of one file: the lines of a .jsonl, else the whole file.
+
+    Empty documents are skipped, and so is the byte-order mark of UTF-8 at the start.
+
+    Args:
+        file: which file.
+        any_bytes: pass what is not UTF-8 in a .txt as it is. A .jsonl must be UTF-8.
+
+    Raises:
+        ValueError: naming the file and the byte that is not UTF-8, or the line of a .jsonl that is malformed.
+    """
+    if file.name.endswith(".jsonl"):
+        return _read_jsonl(file)
+    return _read_whole(file) if any_bytes else _checked(file, _read_whole(file))
 
 
 def hash_files(files: Iterable[tuple[str, int, BinaryIO]]) -> str:
@@ -149,7 +167,7 @@ def _walk(folder: Path) -> list[str]:
 
 def _read_whole(file: TextFile) -> Iterator[Piece]:
     with file.open() as stream:
-        kept = b""
+        kept = stream.read(PIECE_BYTES).removeprefix(UTF8_MARK)
         while block := stream.read(PIECE_BYTES):
             kept += block
             if len(kept) > PIECE_BYTES:
@@ -158,6 +176,40 @@ def _read_whole(file: TextFile) -> Iterator[Piece]:
                 kept = kept[cut:]
         if kept:
             yield Piece(kept, ends=True)
+
+
+def _checked(file: TextFile, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Returns the pieces; ValueError for the first byte that is not UTF-8."""
+    with file.open() as stream:
+        offset = len(UTF8_MARK) if stream.read(len(UTF8_MARK)) == UTF8_MARK else 0
+    for piece in pieces:
+        check_utf8(piece.data, str(file.path), offset)
+        offset += len(piece.data)
+        yield piece
+
+
+def check_utf8(data: bytes, place: str, offset: int) -> None:
+    """Raises ValueError, with the fix, if these bytes at an offset of the file `place` are not text in UTF-8."""
+    mark = next((name for mark, name in OTHER_MARKS.items() if offset == 0 and data.startswith(mark)), None)
+    if mark is not None:
+        raise ValueError(f"{place} begins with the byte-order mark of {mark}, at byte 0: {_fix(mark)}")
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = offset + error.start
+        raise ValueError(
+            f"{place} is not UTF-8: invalid byte 0x{data[error.start]:02x} at byte {at:,} ({error.reason}). If it is in"
+            f" another encoding, {_fix('latin1')}"
+        ) from None
+    if data.count(0) > MOST_NULS * len(data):
+        at = offset + data.index(0)
+        raise ValueError(
+            f"{place} has a NUL at byte {at:,} and many more: it looks like UTF-16 or UTF-32. {_fix('UTF-16')}"
+        )
+
+
+def _fix(encoding: str) -> str:
+    return f"convert it, such as by iconv -f {encoding} -t UTF-8"
 
 
 def _cut(data: bytes) -> int:
@@ -179,10 +231,14 @@ def _cut(data: bytes) -> int:
 
 
 def _read_jsonl(file: TextFile) -> Iterator[Piece]:
+    offset = 0
     with file.open() as stream:
         for number, line in enumerate(stream, start=1):
+            place = f"{file.path}, line {number}"
+            check_utf8(line, place, offset)
+            offset += len(line)
             if line.strip(BLANK):
-                text = _text_of(line, f"{file.path}, line {number}")
+                text = _text_of(line, place)
                 if text:
                     yield Piece(text.encode("utf-8", errors="replace"), ends=True)
 

@@ -1,10 +1,11 @@
 """Tokenizers: text to token ids and back, with one end-of-text id between documents.
 
-Use: `tokenizer = load_tokenizer("bytes")` or `load_tokenizer("path/to/tokenizer.json")`; then `encode`, `decode`,
-`eot`, `vocab_size`, and `save_hf(folder)` for an export that `transformers.AutoTokenizer` loads.
+Use: `tokenizer = load_tokenizer("bytes")` or `load_tokenizer("path/to/folder")`; then `encode`, `decode`, `eot`,
+`bos_ids`, `vocab_size`, and `save_hf(folder)` for an export that `transformers.AutoTokenizer` loads.
 
 Two kinds: `ByteTokenizer` (byte b is id b, 256 is the end of text) needs nothing; `TokenizerJson` reads a Hugging Face
-tokenizer.json through the `tokenizers` library, which is imported only where it is used.
+tokenizer through the `tokenizers` library, which is imported only where it is used. A folder without a tokenizer.json
+is read by `transformers`.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from threed.data.special_tokens import NamedSpecials, beginning, bos_id, end_of_document, hide, read_specials
+from threed.data.tokenizer_files import CONFIG, JSON, SPECIALS_MAP, TokenizerFiles, find_files
+from threed.data.tokenizer_import import import_tokenizer
 from threed.packages import needed
 from threed.parse import plain
 
 Tokens = NDArray[np.integer[Any]]
+Bos = Literal["auto"] | bool
+Spelt = Literal["text", "parse"]
 
 END_OF_TEXT = "<|endoftext|>"
-# What published tokenizers call the token that ends a document, most specific first.
-END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
-COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class Tokenizer(Protocol):
@@ -43,6 +46,18 @@ class Tokenizer(Protocol):
     @property
     def eot(self) -> int:
         """The id that ends a document."""
+
+    @property
+    def bos_ids(self) -> tuple[int, ...]:
+        """The ids that begin a document; empty if none do."""
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of the bos token that the tokenizer names, whether documents begin with it or not."""
+
+    @property
+    def takes_any_bytes(self) -> bool:
+        """Whether `encode_pieces` takes bytes that are not UTF-8."""
 
     @property
     def fingerprint(self) -> str:
@@ -64,35 +79,31 @@ class Tokenizer(Protocol):
     def count_bytes(self, ids: Tokens) -> int:
         """Counts the bytes of text that `ids` stand for; specials count none."""
 
-    def save_hf(self, folder: Path) -> None:
-        """Writes the tokenizer files that `transformers.AutoTokenizer.from_pretrained(folder)` loads."""
+    def save_hf(self, folder: Path, model_type: str | None = None) -> None:
+        """Writes the tokenizer files that `transformers.AutoTokenizer.from_pretrained(folder)` loads.
+
+        Args:
+            folder: where to write them.
+            model_type: that of the config.json in `folder`.
+        """
 
 
-def load_tokenizer(spec: str) -> Tokenizer:
-    """Returns the tokenizer named by `spec`: "bytes", or the path of a Hugging Face tokenizer.json.
+def load_tokenizer(spec: str, bos: Bos = "auto", special_tokens: Spelt = "text") -> Tokenizer:
+    """Returns the tokenizer named by `spec`: "bytes", a folder, or the path of a Hugging Face tokenizer.json.
 
-    Raises ValueError, saying what to do, when there is no such file or it is no tokenizer.
+    Args:
+        spec: which tokenizer.
+        bos: whether documents begin with the bos token; "auto": if the tokenizer itself puts it before texts.
+        special_tokens: what text becomes that spells a special token: "text" as any other, or "parse" that token.
+
+    Raises:
+        ValueError: with the fix, if there is no such file, it is no tokenizer, or bos is True without a bos token.
     """
     if spec == "bytes":
+        if bos is True:
+            raise ValueError("--data.bos true: tokenizer bytes has no bos token. Use --data.bos auto")
         return ByteTokenizer()
-    return TokenizerJson(tokenizer_file(spec))
-
-
-def tokenizer_file(spec: str) -> Path:
-    """Returns the tokenizer.json that `spec` names, or whose folder it names; ValueError if there is none."""
-    path = Path(spec).expanduser()
-    if path.is_dir() and (path / "tokenizer.json").is_file():
-        path = path / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(f"tokenizer {spec!r} is no file. Use --data.tokenizer bytes, or the path of a tokenizer.json")
-    return path
-
-
-def file_hashes(path: Path) -> dict[str, str]:
-    """Returns the sha256 of a tokenizer.json, and of its companions that lie beside it."""
-    companions = {name: path.with_name(name) for name in COMPANIONS if path.with_name(name).is_file()}
-    files = {"tokenizer.json": path, **companions}
-    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+    return TokenizerJson(find_files(spec), bos, special_tokens)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -106,6 +117,9 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     eot = 256
+    bos_ids: ClassVar[tuple[int, ...]] = ()
+    bos_token_id: ClassVar[int | None] = None
+    takes_any_bytes = True
     fingerprint = "bytes-257"
     files: ClassVar[dict[str, str]] = {}
 
@@ -125,41 +139,56 @@ class ByteTokenizer:
         """Counts the ids below 256: each is one byte."""
         return int(np.count_nonzero(ids < 256))
 
-    def save_hf(self, folder: Path) -> None:
+    def save_hf(self, folder: Path, model_type: str | None = None) -> None:
         """Writes a byte-pair tokenizer.json without merges that maps byte b to id b, and its two companions."""
-        needed("tokenizers", "a tokenizer.json for exported weights")
-        from tokenizers import AddedToken, decoders, models, pre_tokenizers
-        from tokenizers import Tokenizer as Backend
-
+        library: Any = needed("tokenizers", "a tokenizer.json for exported weights")
         vocab = {character: byte for byte, character in enumerate(byte_characters())}
-        backend = Backend(models.BPE(vocab=vocab, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.decoder = decoders.ByteLevel()
-        backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+        backend = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
+        backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = library.decoders.ByteLevel()
+        backend.add_special_tokens([library.AddedToken(END_OF_TEXT, special=True, normalized=False)])
         folder.mkdir(parents=True, exist_ok=True)
-        backend.save(str(folder / "tokenizer.json"))
-        for name, content in _companions(END_OF_TEXT).items():
-            (folder / name).write_bytes(content)
+        backend.save(str(folder / JSON))
+        _write_configs(folder, END_OF_TEXT)
 
 
 class TokenizerJson:
-    """A Hugging Face tokenizer.json, run by the `tokenizers` library; `eot` is found by its usual names."""
+    """A Hugging Face tokenizer, run by the `tokenizers` library. `special_tokens` chooses its special tokens.
 
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        self._path = path
-        self._backend = _load_backend(path)
-        vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
-        if not vocab:
-            raise ValueError(f"{path}: the vocabulary is empty")
-        self.vocab_size = max(vocab.values()) + 1
-        self._eot_name = next((name for name in END_OF_TEXT_NAMES if name in vocab), "")
-        if not self._eot_name:
-            names = ", ".join(END_OF_TEXT_NAMES)
-            raise ValueError(f"{path}: no end-of-text token. Add one of {names} to the tokenizer's added_tokens")
-        self.eot = vocab[self._eot_name]
-        self.files = file_hashes(path)
-        self.fingerprint = self.files["tokenizer.json"]
+    Args:
+        files: those of the tokenizer.
+        bos: as in `load_tokenizer`.
+        special_tokens: as in `load_tokenizer`.
+    """
+
+    takes_any_bytes = False
+
+    def __init__(self, files: TokenizerFiles, bos: Bos = "auto", special_tokens: Spelt = "text") -> None:
+        path = files.files.get(JSON, files.place)
+        self.name, self.files, self._files = str(path), files.hashes(), files
+        self._text = path.read_bytes() if JSON in files.files else import_tokenizer(files).encode()
+        self._backend = _load_backend(self._text, self.name)
+        document, named = json.loads(self._backend.to_str()), read_specials(files)
+        if named.complete(document):
+            self._backend = _load_backend(json.dumps(document).encode(), self.name)
+        ids = _ids(self._backend, document, self.name)
+        self.vocab_size = max(ids.values()) + 1
+        self._eot_name = _end_of_document(named, ids, document, self.name)
+        self.eot, self.bos_token_id = ids[self._eot_name], bos_id(named, ids)
+        self.bos_ids = self._choose_bos(bos, beginning(named, document, ids))
+        known = json.dumps((special_tokens, self.eot, self.bos_ids, document["added_tokens"]))
+        self.fingerprint = hashlib.sha256(self._text + known.encode()).hexdigest()
+        if special_tokens == "text":
+            if hide(document):
+                self._backend = _load_backend(json.dumps(document).encode(), self.name)
+            self._backend.encode_special_tokens = True
+
+    def _choose_bos(self, bos: Bos, own: tuple[int, ...]) -> tuple[int, ...]:
+        if bos is not True or own:
+            return own if bos else ()
+        if self.bos_token_id is None:
+            raise ValueError(f"--data.bos true: {self.name} names no bos_token. Name one in its {CONFIG}")
+        return (self.bos_token_id,)
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without any special token added."""
@@ -187,15 +216,19 @@ class TokenizerJson:
         blocks = (ids[i : i + 65536].tolist() for i in range(0, len(ids), 65536))
         return sum(len(self.decode(block).encode()) for block in blocks)
 
-    def save_hf(self, folder: Path) -> None:
-        """Copies tokenizer.json and, where they lie beside it, its two companions; else write those."""
+    def save_hf(self, folder: Path, model_type: str | None = None) -> None:
+        """Copies the tokenizer's files.
+
+        Adds a tokenizer_config.json if `transformers` would otherwise choose the class of another model.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        contents = {"tokenizer.json": self._path.read_bytes(), **_companions(self._eot_name)}
-        for name, content in contents.items():
-            beside = self._path.with_name(name)
-            # Read before anything is written: the folder may be the one that the file came from.
-            kept = beside.read_bytes() if name in COMPANIONS and beside.is_file() else content
-            (folder / name).write_bytes(kept)
+        self._files.save_hf(folder)
+        own_type = self._files.read_beside("config.json").get("model_type")
+        if CONFIG in self._files.files or (own_type is not None and own_type == (model_type or own_type)):
+            return
+        if JSON not in self._files.files:
+            (folder / JSON).write_bytes(self._text)
+        _write_configs(folder, self._eot_name)
 
 
 def byte_characters() -> list[str]:
@@ -210,19 +243,38 @@ def byte_characters() -> list[str]:
     return [substitutes.get(byte, chr(byte)) for byte in range(256)]
 
 
-def _load_backend(path: Path) -> Any:
+def _load_backend(text: bytes, name: str) -> Any:
+    library: Any = needed("tokenizers", name)
     try:
-        from tokenizers import Tokenizer as Backend
-    except ImportError as error:
-        raise ValueError(f"{path} needs the `tokenizers` library: pip install tokenizers") from error
-    try:
-        backend = Backend.from_file(str(path))
+        backend = library.Tokenizer.from_str(text.decode("utf-8"))
     except Exception as error:  # the library raises a bare Exception for every kind of malformed file
-        raise ValueError(f"{path} is no tokenizer.json that the `tokenizers` library reads: {plain(error)}") from error
+        raise ValueError(f"{name} is no tokenizer.json that the `tokenizers` library reads: {plain(error)}") from error
     # Many published files switch these on for short inputs; here they would cut or fill documents in silence.
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _ids(backend: Any, document: dict[str, Any], name: str) -> dict[str, int]:
+    """Returns the id of every token; ValueError if the configuration gives an added token another id."""
+    ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    if not ids:
+        raise ValueError(f"{name}: the vocabulary is empty")
+    for entry in document["added_tokens"]:
+        if (found := ids.get(entry["content"])) != entry["id"]:
+            raise ValueError(
+                f"{name}: token {plain(entry['content'])} has id {found}, and its configuration says"
+                f" {entry['id']}. Correct {CONFIG} or added_tokens.json"
+            )
+    return ids
+
+
+def _end_of_document(named: NamedSpecials, ids: dict[str, int], document: dict[str, Any], name: str) -> str:
+    specials = frozenset(entry["content"] for entry in document["added_tokens"] if entry["special"])
+    try:
+        return end_of_document(named, ids, specials)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _clean(text: str) -> str:
@@ -230,8 +282,9 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
-def _companions(eot: str) -> dict[str, bytes]:
-    """Returns the two small files that tell `transformers` how to use a tokenizer.json."""
+def _write_configs(folder: Path, eot: str) -> None:
+    """Writes the small files that tell `transformers` how to use a tokenizer.json, unless they are there."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eot, "clean_up_tokenization_spaces": False}
-    contents = zip(COMPANIONS, (config, {"eos_token": eot}), strict=True)
-    return {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in contents}
+    for name, content in ((CONFIG, config), (SPECIALS_MAP, {"eos_token": eot})):
+        if not (folder / name).exists():
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n")

@@ -1,6 +1,6 @@
 """A checkpoint of another program, as this package sees it, and how it becomes a native one.
 
-    write_native(source, out, dtype, tokenizer, hashes)
+    write_native(source, out, dtype, tokenizer, {"tokenizer": hashes})
 
 A `Source` says the model, which parts there are of each of our tensors, and how far its training was.
 """
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -73,11 +73,12 @@ class Source(Protocol):
 
 def write_native(
     source: Source, out: Path, dtype: str | None = None, tokenizer: str = "none",
-    hashes: Mapping[str, str] | None = None, file_bytes: int = FILE_BYTES,
+    extra: Mapping[str, Any] | None = None, file_bytes: int = FILE_BYTES,
 ) -> Path:  # fmt: skip
     """Writes the native checkpoint `out`, whole or not at all, and warns of what is left out.
 
-    dtype: of all weights; None: each as it is. Moments stay as they are. Raises CheckpointError.
+    dtype: of all weights; None: each as it is. Moments stay as they are. extra: kept in the manifest. Raises
+    CheckpointError.
     """
     if problems := list(source.problems()):
         raise CheckpointError("; ".join(problems))
@@ -100,7 +101,7 @@ def write_native(
     state = {
         "steps": done.steps, "consumed": done.samples, "updates": done.updates,
         "skips": max(0.0, done.steps - done.updates),
-        "extra": {"tokenizer": dict(hashes) if hashes else None, "imported": source.title}, **source.scale,
+        "extra": {"tokenizer": None, **(extra or {}), "imported": source.title}, **source.scale,
     }  # fmt: skip
     write_parts(out, config, about, rows, state, file_bytes)
     for note in source.notes:

@@ -1,0 +1,211 @@
+"""The special tokens of a tokenizer, as its own configuration names them: which ends a document, and which begins one.
+
+Use: `named = read_specials(files)`; `named.complete(document)`; `end_of_document(named, ids, specials)`;
+`beginning(named, document, ids)`; `hide(document, specials)`. A `document` is the object in a tokenizer.json, and `ids`
+maps its tokens to their ids.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from threed.data.tokenizer_files import ADDED, CONFIG, SPECIALS_MAP, TokenizerFiles
+
+ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+# What published tokenizers call the token that ends a document, most specific first.
+DOCUMENT_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
+# What they call the token that ends a turn of a conversation, which chat models have as their eos_token.
+TURN_ENDS = frozenset({
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<turn|>",
+    "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<|user|>", "<|assistant|>", "<|observation|>",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NamedSpecials:
+    """What the configuration files say of a tokenizer's special tokens.
+
+    Attributes:
+        roles: the token of each role that is named, such as eos_token.
+        added: further tokens as entries of a tokenizer.json's added_tokens, those without a known id have id None.
+        add_bos: whether texts begin with the bos token; None if the files do not say it.
+        model_ends: the ids that end a generation, by config.json and generation_config.json.
+        model_bos: the bos id by config.json.
+    """
+
+    roles: Mapping[str, str]
+    added: tuple[dict[str, Any], ...]
+    add_bos: bool | None
+    model_ends: tuple[int, ...]
+    model_bos: int | None
+
+    def complete(self, document: dict[str, Any]) -> bool:
+        """Adds to a tokenizer.json what it lacks of the tokens that are named; returns whether anything changed."""
+        entries = {entry["content"]: entry for entry in document.get("added_tokens") or []}
+        vocabulary = model_vocabulary(document)
+        changed = False
+        for token in self.added:
+            entry = entries.get(token["content"])
+            number = vocabulary.get(token["content"], token["id"])
+            if entry is None and number is not None:
+                entries[token["content"]] = {**token, "id": number}
+                changed = True
+            elif entry is not None and token["special"] and not entry["special"]:
+                entry["special"] = changed = True
+        if changed:
+            document["added_tokens"] = sorted(entries.values(), key=lambda entry: entry["id"])
+        return changed
+
+
+def read_specials(files: TokenizerFiles) -> NamedSpecials:
+    """Reads tokenizer_config.json, special_tokens_map.json and added_tokens.json, and of the model in the same folder
+    config.json and generation_config.json. Raises ValueError naming the file that is malformed."""
+    config, mapped = files.read(CONFIG), files.read(SPECIALS_MAP)
+    both = {**mapped, **{key: value for key, value in config.items() if value is not None}}
+    roles = {role: name for role in ROLES if (name := _content(both.get(role)))}
+    add_bos = config.get("add_bos_token")
+    models = [files.read_beside(name) for name in ("config.json", "generation_config.json")]
+    ends = [number for model in models for number in _numbers(model.get("eos_token_id"))]
+    return NamedSpecials(
+        roles, tuple(_added(config, both, files.read(ADDED), roles)), add_bos if isinstance(add_bos, bool) else None,
+        tuple(dict.fromkeys(ends)), next(iter(_numbers(models[0].get("bos_token_id"))), None),
+    )  # fmt: skip
+
+
+def _added(
+    config: Mapping[str, Any], both: Mapping[str, Any], numbers: Mapping[str, Any], roles: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Returns the tokens of added_tokens_decoder, added_tokens.json, the lists of special tokens and the roles."""
+    decoder = config.get("added_tokens_decoder")
+    by_id = decoder.items() if isinstance(decoder, dict) else ()
+    tokens = [_entry(value, int(key)) for key, value in by_id if re.fullmatch("[0-9]{1,9}", key)]
+    tokens += [
+        _entry({"content": name, "special": False}, n) for name, value in numbers.items() for n in _numbers(value)
+    ]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = both.get(key)
+        values = more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
+        tokens += [_entry(value, None) for value in values]
+    tokens += [_entry(name, None) for name in roles.values()]
+    return [token for token in tokens if token["content"]]
+
+
+def _entry(value: object, number: int | None) -> dict[str, Any]:
+    """Returns an entry of added_tokens: by default special, and matched as it is spelt."""
+    given = value if isinstance(value, Mapping) else {}
+    flags = {name: bool(given.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+    return {"id": number, "content": _content(value), **flags, "special": bool(given.get("special", True))}
+
+
+def _content(value: object) -> str:
+    name = value.get("content") if isinstance(value, Mapping) else value
+    return name if isinstance(name, str) else ""
+
+
+def _numbers(value: object) -> list[int]:
+    """Returns the ids in a value: one, or a list of them."""
+    some = value if isinstance(value, list) else [value]
+    return [n for n in some if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
+
+
+def model_vocabulary(document: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the ids of the tokens of a tokenizer.json's model, without the added ones."""
+    vocabulary = document["model"]["vocab"]
+    return vocabulary if isinstance(vocabulary, dict) else {piece: i for i, (piece, _) in enumerate(vocabulary)}
+
+
+def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: frozenset[str]) -> str:
+    """Returns the token that ends a document.
+
+    In this order:
+    1. The tokenizer's eos_token, if it is one of `DOCUMENT_ENDS`.
+    2. The first of `DOCUMENT_ENDS` among the model's eos ids.
+    3. The tokenizer's eos_token, unless it ends a turn (`TURN_ENDS`).
+    4. The first of `DOCUMENT_ENDS` among the special tokens.
+    5. The model's first eos id that does not end a turn.
+    6. The tokenizer's eos_token.
+    A token that is not special never ends a document.
+
+    Raises ValueError if there is none.
+    """
+    named_end = named.roles.get("eos_token", "")
+    if named_end and named_end not in ids:
+        raise ValueError(f"eos_token {named_end!r} is not in the vocabulary. Correct it in {CONFIG}")
+    if named_end in DOCUMENT_ENDS:
+        return named_end
+    tokens = {number: token for token, number in ids.items() if token in specials}
+    of_model = [tokens[number] for number in named.model_ends if number in tokens]
+    ends = [name for name in DOCUMENT_ENDS if name in of_model]
+    ends += [named_end] if named_end and named_end not in TURN_ENDS else []
+    ends += [name for name in DOCUMENT_ENDS if name in specials]
+    ends += [name for name in of_model if name not in TURN_ENDS] + [name for name in [named_end] if name]
+    if not ends:
+        names = ", ".join(DOCUMENT_ENDS[:4])
+        raise ValueError(f"no end-of-text token. Name an eos_token in {CONFIG}, or add one of {names} as special token")
+    return ends[0]
+
+
+def beginning(named: NamedSpecials, document: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the ids that the tokenizer itself puts before a text: as add_bos_token says, else as its post-processor
+    does."""
+    if named.add_bos is None:
+        return _prefix(document.get("post_processor"))
+    bos = bos_id(named, ids)
+    return (bos,) if named.add_bos and bos is not None else ()
+
+
+def bos_id(named: NamedSpecials, ids: Mapping[str, int]) -> int | None:
+    """Returns the id of the bos token: by the tokenizer's configuration, else by the model's."""
+    return ids.get(named.roles["bos_token"]) if "bos_token" in named.roles else named.model_bos
+
+
+def _prefix(processor: Any) -> tuple[int, ...]:
+    kind = processor["type"] if isinstance(processor, Mapping) else ""
+    if kind == "Sequence":
+        return tuple(number for part in reversed(processor["processors"]) for number in _prefix(part))
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        return (int(processor["cls"][1]),)
+    if kind != "TemplateProcessing":
+        return ()
+    found: list[int] = []
+    for piece in processor["single"]:
+        if "SpecialToken" not in piece:
+            break
+        found += processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+    return tuple(found)
+
+
+def hide(document: dict[str, Any]) -> bool:
+    """Renames the special tokens of a tokenizer.json that its model could find in text; returns whether there are any.
+
+    Unigram and WordLevel models find tokens in text by their spelling, whether these are special or not. The new names
+    are random, so no text has them. The unknown token keeps its name, by which the model refers to it.
+    """
+    model = document["model"]
+    vocabulary, unknown = model_vocabulary(document), model.get("unk_token")
+    hidden = {
+        entry["content"]: f"\U0010fffd{secrets.token_hex(16)}"
+        for entry in document.get("added_tokens") or []
+        if entry["special"] and entry["content"] in vocabulary and entry["content"] != unknown
+    }
+    if not hidden:
+        return False
+    for entry in document["added_tokens"]:
+        entry["content"] = hidden.get(entry["content"], entry["content"])
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {hidden.get(token, token): number for token, number in vocabulary.items()}
+    else:
+        model["vocab"] = [[hidden.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("merges"):
+        model["merges"] = [merge for merge in model["merges"] if not _touches(merge, hidden)]
+    return True
+
+
+def _touches(merge: str | list[str], hidden: Mapping[str, str]) -> bool:
+    """Returns whether a rule of a BPE model makes or takes one of these tokens."""
+    one, other = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return one in hidden or other in hidden or one + other in hidden

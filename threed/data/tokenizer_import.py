@@ -1,0 +1,87 @@
+"""Tokenizers without a tokenizer.json: made into one by `transformers`, and compared with the files they come from.
+
+Use: `text = import_tokenizer(files)`, the text of a tokenizer.json.
+
+`transformers` builds a tokenizer of some kind from nearly any folder, even an empty one. So the vocabulary that comes
+out is compared with the one in the files.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from threed.data.tokenizer_files import SENTENCEPIECE, TokenizerFiles
+from threed.parse import plain, read_file
+
+# Share of a vocabulary whose ids must be those in the file; a configuration may rename some placeholders.
+SAME_IDS = 0.9
+
+
+def import_tokenizer(files: TokenizerFiles) -> str:
+    """Returns the tokenizer.json that `transformers` makes of a folder. Runs no code of the folder.
+
+    Raises:
+        ValueError: with the fix, if a package is missing, or the folder does not say what its tokenizer is.
+    """
+    names = " and ".join(files.vocabulary)
+    fix = "or give --data.tokenizer a folder with a tokenizer.json"
+    packages = ("transformers", *(("sentencepiece", "google.protobuf") if names in SENTENCEPIECE else ()))
+    if missing := [name for name in packages if not _is_installed(name)]:
+        wanted = " ".join(missing).replace("google.", "")
+        raise ValueError(
+            f"tokenizer {files.place}: {names} without a tokenizer.json is read by {', '.join(missing)}, which is not"
+            f" installed. pip install {wanted} (all of them: 'threed[hf]'), {fix}"
+        )
+    try:
+        backend = _load(files)
+        same = _share_of_same_ids(_entries(files), backend.get_vocab(True))
+    except Exception as error:  # transformers and what it calls raise anything
+        raise ValueError(
+            f"tokenizer {files.place}: transformers cannot read {names} there: {plain(error)}. Correct it, {fix}"
+        ) from error
+    if same < SAME_IDS:
+        raise ValueError(
+            f"tokenizer {files.place}: transformers makes another vocabulary of it than {names} has ({same:.0%} of the"
+            f" ids are the same). Name its tokenizer_class in tokenizer_config.json, {fix}"
+        )
+    text: str = backend.to_str()
+    return text
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that `name` is in
+        return False
+
+
+def _load(files: TokenizerFiles) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(files.place), local_files_only=True, trust_remote_code=False)
+    if not tokenizer.is_fast:
+        raise ValueError(f"{type(tokenizer).__name__} has no form in the `tokenizers` library")
+    return tokenizer.backend_tokenizer
+
+
+def _entries(files: TokenizerFiles) -> Mapping[str, int]:
+    """Returns the vocabulary in the files themselves."""
+    name = files.vocabulary[0]
+    path = files.files[name]
+    if name in SENTENCEPIECE:
+        import sentencepiece
+
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        return {model.id_to_piece(i): i for i in range(model.get_piece_size())}
+    text = read_file(path).decode("utf-8")
+    if name == "vocab.txt":
+        return {line: i for i, line in enumerate(text.rstrip("\n").split("\n"))}
+    entries: dict[str, int] = json.loads(text)
+    return entries
+
+
+def _share_of_same_ids(entries: Mapping[str, int], vocabulary: Mapping[str, int]) -> float:
+    return sum(vocabulary.get(token) == number for token, number in entries.items()) / max(1, len(entries))
