@@ -25,7 +25,7 @@ from threed.arguments import Options, format_problems, help_text, load, load_che
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, check_space
 from threed.checkpoint.hf_folder import is_hf_folder
-from threed.checkpoint.resuming import compare
+from threed.checkpoint.resuming import compare, resuming_flags
 from threed.checkpoint.retention import after_restart, candidates
 from threed.checkpoint.run_folder import RunFolderError
 from threed.checks import find_problems
@@ -46,7 +46,7 @@ from threed.pretrained import Pretrained
 from threed.resolution import resolve
 from threed.save_checks import check_sizes
 from threed.topology import TIMEOUT, Topology
-from threed.trainer import Trainer, resuming_flags
+from threed.trainer import Trainer
 from threed.zero.replicas import ReplicaError
 
 _interrupted = threading.Event()

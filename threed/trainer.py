@@ -24,11 +24,10 @@ from threed.bad_numbers import Guard
 from threed.batches import Batch
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf_folder import is_hf_folder
-from threed.checkpoint.resuming import compare
+from threed.checkpoint.resuming import compare, resuming_flags
 from threed.checkpoint.retention import Retention, candidates, job_name
 from threed.checkpoint.run_folder import owned, probe
 from threed.clocks import on_one_clock
-from threed.config import Config
 from threed.data import Data, Prefetcher
 from threed.device import name as device_name
 from threed.device import peak_bytes
@@ -47,11 +46,6 @@ from threed.zero.setup import describe_rate
 
 GIB = 2**30
 BEFORE_EXIT_S = 5.0  # for copies in memory that are written when another rank has failed
-
-
-def resuming_flags(config: Config) -> list[str]:
-    """What to add to a run's command line to go on from its newest checkpoint: of a repeated key the last one wins."""
-    return [] if config.checkpoint.resume == "auto" else ["--checkpoint.resume", "auto"]
 
 
 class Trainer:

@@ -242,3 +242,8 @@ def optimizer_differences(manifest: Manifest, config: Config, parts: Sequence[st
     return [
         f"the checkpoint's optimizer is {saved}, which keeps {there}; this run has {wanted}, which keeps {here}: {fix}"
     ]
+
+
+def resuming_flags(config: Config) -> list[str]:
+    """What to add to a run's command line to go on from its newest checkpoint: of a repeated key the last one wins."""
+    return [] if config.checkpoint.resume == "auto" else ["--checkpoint.resume", "auto"]
