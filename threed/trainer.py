@@ -359,7 +359,7 @@ class Trainer:
     def _beside(self) -> dict[str, Any]:
         """What a checkpoint keeps for the next run and for exports, beside the engine's state."""
         tokenizer = self.data.tokenizer
-        known = {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256, "job": job_name()}
+        known: dict[str, Any] = {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256, "job": job_name()}
         known |= {"tokenizer": tokenizer.files, "fingerprint": tokenizer.fingerprint, "hf": self.extra.get("hf")}
         return {**known, "tokens": self._tokens()}
 
