@@ -91,7 +91,7 @@ def test_a_schedule_of_its_own_rates_sets_all_groups() -> None:
     first, second = model.children()
     groups = find_groups(model, [{"params": first.parameters(), "lr": 0.1}, {"params": second.parameters(), "lr": 0.2}])
     t = translate(config(scheduler={"type": "WarmupLR"}), 4, ModelFacts(), groups)
-    assert {g.lr for g in t.config.optim.groups} == {None}
+    assert not {g.lr for g in t.config.optim.groups} - {None}
     assert (
         notes(t, "scheduler.params.warmup_max_lr")[-1] == "one learning rate for all parameter groups, as in DeepSpeed"
     )

@@ -196,13 +196,18 @@ class Engine:
         return self.wrapped.module
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
-        """The backward of one micro-batch of a wrapped module: of loss * weight, scaled as precision asks."""
+        """The backward of one micro-batch of a wrapped module: of loss * weight, scaled as precision asks.
+
+        If it raises, the step is given up: its gradients so far are discarded, and `begin` begins the next one.
+        """
         if not self._begun:
             raise RuntimeError("call Engine.begin(microbatches) first: gradients of the last step are in the way")
         began = time.perf_counter()
         self._refuse_mixed_scales()
+        self._begun = False
         with own_backward(self.reducer):
             torch.autograd.backward((loss * (self.optimizer.scaler.scale * weight).to(loss.dtype),))
+        self._begun = True
         self._pass_ended()
         self._backwards_s += time.perf_counter() - began
 

@@ -186,8 +186,17 @@ class GradSink(Protocol):
 
 
 def sink_of(weight: Tensor) -> GradSink | None:
-    """Returns the sink of a parameter, if it has one."""
-    return getattr(weight, "sink", None)
+    """Returns the sink that takes a parameter's gradient.
+
+    None if it has no sink, or if a user's hook must see the gradient first: then it goes through autograd, whose last
+    hook moves it to the sink.
+    """
+    return None if has_gradient_hooks(weight) else getattr(weight, "sink", None)
+
+
+def has_gradient_hooks(param: Tensor) -> bool:
+    """Returns whether a parameter has gradient hooks in addition to its sink's post-accumulate hook."""
+    return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
 
 
 def for_autograd(x: Tensor, *params: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -80,7 +80,7 @@ class Reducer:
                 sink = Sink(self, slot, self._expected(slot, group))
                 queue.sinks.append(sink)
                 slot.param.sink = sink  # type: ignore[attr-defined]
-                slot.param.register_post_accumulate_grad_hook(taken_by(weakref.ref(sink)))
+                sink.hook = slot.param.register_post_accumulate_grad_hook(taken_by(weakref.ref(sink)))
                 self._sinks[slot] = sink
         self.sinks = list(self._sinks.values())
         self._slots = [bucket.slots() for bucket in layout.buckets]
@@ -92,6 +92,7 @@ class Reducer:
                 self._buckets_of.setdefault(slot, []).append(number)
         self._passes = 1  # of a round
         self._ended = 0  # passes of this step
+        self._unfinished = False  # a step has begun and not ended
         self._missing = [0] * len(layout.buckets)
         self._sent: set[int] = set()  # buckets sent in this round
         self._summed: set[int] = set()  # and in this step
@@ -129,11 +130,29 @@ class Reducer:
         return 1 if self.dynamic else len(slot.places)
 
     def begin(self, microbatches: int) -> None:
-        """Begins a step, and discards the gradients of one that was aborted."""
+        """Begins a step, and discards the gradients of one that was aborted. Collective after an aborted step."""
+        for sink in self.sinks:
+            sink.run_last(microbatches)
+        self._abort()
         self._passes, self._ended = 1 if self.rounds else microbatches, 0
         for queue in self._queues.values():
             queue.passes = microbatches * len(queue.chunks)
         self._begin_anew()
+        self._unfinished = True
+
+    def _abort(self) -> None:
+        """Sends the remaining buckets of an unfinished step of a wrapped module. Ranks may have failed at different
+        points of a backward; this way all have called the same collectives. Not with updates in the backward (`early`),
+        which would apply them."""
+        unfinished = self.dynamic and self._unfinished and self.early is None
+        for queue in self._queues.values() if unfinished else ():
+            if not self.rounds:
+                self._start_all(queue)
+                continue
+            while queue.passes > 0:
+                self._start_all(queue)
+                queue.passes -= 1
+                self._begin_round(queue)
 
     def drop(self) -> None:
         """Discards all gradients so far, of this step and of other engines' backwards, as `zero_grad` does."""
@@ -327,7 +346,7 @@ class Reducer:
             self.unused.agree({sink.slot for sink in self.sinks if sink.used})
         elif self._learning:
             warn_of_unused(self.layout, {sink.slot for sink in self.sinks if not sink.used}, self.warns)
-        self._ended, self._learning = 0, False
+        self._ended, self._learning, self._unfinished = 0, False, False
 
     def _in_flight_over(self, bucket: Bucket, axes: tuple[Axis, ...]) -> InFlight:
         """Begins to sum a bucket's slice over the remaining axes."""
