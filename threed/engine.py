@@ -43,7 +43,7 @@ from threed.pipeline.overlap import Overlap
 from threed.pipeline.transport import Transport, links
 from threed.precision import LossScale
 from threed.resolution import resolve
-from threed.sharding import Box, Piece, initial
+from threed.sharding import Box, Piece, claim, initial
 from threed.topology import Topology
 from threed.zero import agreement, records, replicas, setup, table
 from threed.zero.asynchronous import Asynchronous
@@ -92,6 +92,7 @@ class Engine:
         self.blueprint = blueprint
         self.batches = Batches(self.model, topology, config, ends=topology.axis("pp").index in blueprint.cut.ends)
         self.layout = blueprint.layout
+        claim(slot.param for slot in self.layout.slots)
         layers, mine = blueprint.layers, [blueprint.layers[number] for number in blueprint.held]
         self.flags = [f for layer in layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
         self.faults = Faults([flag.what for flag in self.flags], topology.device)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from threed.config import ConfigError
+from threed.sharding import few
 
 NO_SCHEDULERS = (
     "initialize reads an optimizer's values once, and the engine makes the steps; pass an optimizer without a scheduler,"
@@ -137,9 +138,9 @@ def find_groups(
     if unknown:
         problems.append(f"model_parameters: {unknown} of them are not the model's")
     if missing := sorted(wanted - set(counts)):
-        problems.append(f"model_parameters: without {_few(missing)}: set requires_grad_(False) on what is not trained")
+        problems.append(f"model_parameters: without {few(missing)}: set requires_grad_(False) on what is not trained")
     if twice := sorted(name for name, count in counts.items() if count > 1):
-        problems.append(f"model_parameters: {_few(twice)} in more than one group, or twice in one")
+        problems.append(f"model_parameters: {few(twice)} in more than one group, or twice in one")
     if problems:
         raise ConfigError(problems)
     return tuple(groups) if any((group.lr, group.weight_decay) != (None, None) for group in groups) else ()
@@ -154,7 +155,3 @@ def _other_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterat
         own, common = (tuple(value) if isinstance(value, list) else value for value in (own, common))
         if own != common:
             yield f"{key} {own}, but the optimizer's is {common}: only lr and weight_decay may differ between groups"
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -23,7 +24,7 @@ from torch.nn.parameter import UninitializedParameter
 from threed import collectives
 from threed.layers.slicing import MicroBatch, Slicing
 from threed.models.counting import Inputs, Items
-from threed.sharding import Box, Piece, ShardSpec, attach
+from threed.sharding import Box, Piece, ShardSpec, attach, check_dense, few, is_claimed
 from threed.topology import Axis
 
 
@@ -197,11 +198,33 @@ def check(module: nn.Module) -> None:
     """Raises ValueError naming what cannot be wrapped."""
     if "_threed" in module.__dict__:
         raise ValueError(f"this {type(module).__name__} belongs to an engine already: build it anew for another one")
-    for name, param in module.named_parameters():
+    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    if shared := [name for name, param in params.items() if is_claimed(param)]:
+        raise ValueError(
+            f"{few(shared)}: shared with a module that has an engine, which keeps the values and gradients of a"
+            " parameter in its own buffers; make one engine of one nn.Module that holds both, or give this one a copy"
+        )
+    for name, param in params.items():
         if isinstance(param, UninitializedParameter):
             raise ValueError(f"{name} has no shape yet: run the module once before it is wrapped")
         if not param.is_floating_point():
             raise ValueError(f"{name} is {param.dtype}: only real floating-point parameters can be trained or sliced")
+    check_dense((params | buffers).items())
+    _check_one_dtype(params)
+
+
+def _check_one_dtype(params: Mapping[str, nn.Parameter]) -> None:
+    counts: Counter[torch.dtype] = Counter()
+    for param in params.values():
+        counts[param.dtype] += param.numel()
+    if len(counts) > 1:
+        most, _ = counts.most_common(1)[0]
+        others = [f"{name} ({param.dtype})" for name, param in params.items() if param.dtype != most]
+        raise ValueError(
+            f"parameters have several dtypes: {few(others)}, all others {most}. All parameters of an engine have one"
+            f" dtype, and fp32 masters: convert the module with module.to({most}) (or module.float()), and compute in"
+            " another precision by casts in the forward, such as F.linear(x.float(), self.weight.float())"
+        )
 
 
 def find_references(module: nn.Module) -> list[str]:

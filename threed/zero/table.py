@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threed.sharding import attach, spec_of
+from threed.sharding import attach, claim, spec_of
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Group, Layout, Slot
 
@@ -104,6 +104,7 @@ class Parameters(dict[str, Any]):
 def _stand_in(slot: Slot) -> nn.Parameter:
     stand_in = StandIn(torch.empty(slot.param.shape, dtype=slot.param.dtype, device="meta"), slot.param.requires_grad)
     stand_in.stands_for = slot.param
+    claim([stand_in])
     return attach(stand_in, slot.spec)
 
 
