@@ -281,7 +281,7 @@ def loaded() -> tuple[list[list[float]], list[list[float]], int, list[float]]:
     assert scheduler is None
     batches = repeat(loader)
     first, second = ([x[:, 0].tolist() for x, _ in (next(batches) for _ in range(len(loader)))] for _ in range(2))
-    losses = [float(engine.train_batch()) for _ in range(20)]
+    losses = [float(engine.train_batch()) for _ in range(40)]
     return first, second, len(loader), losses
 
 

@@ -377,7 +377,8 @@ def clip(module: nn.Module) -> None:
 
 def clipped(stage: int, dtype: str) -> tuple[Result, list[dict[str, Tensor]]]:
     """Also the weights before and after the first clipping."""
-    engine = engine_of(made(lambda: Taught("in place", inside=False)), stage, precision={"dtype": dtype})
+    precision = {"dtype": dtype, "cast_inputs": True}
+    engine = engine_of(made(lambda: Taught("in place", inside=False)), stage, precision=precision)
     losses, weights = [], []
     for batch in pairs():
         losses.append(engine.step(mine(batch)).loss)

@@ -113,8 +113,8 @@ def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
     ]  # fmt: skip
     if found:
         raise ValueError(
-            f"not dense: {few(found)}; register the dense parts of a sparse, quantized or nested tensor (its indices and"
-            " values) as buffers, and build the tensor from them in the forward"
+            f"not dense: {few(found)}; register the dense parts of a sparse, quantized or nested tensor (its indices"
+            " and values) as buffers, and build the tensor from them in the forward"
         )
 
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from threed import collectives
 from threed.atomic import building
 from threed.deepspeed.data import repeat, to_device
+from threed.deepspeed.missing import INSTEAD
 from threed.deepspeed.views import OptimizerView
 from threed.ds_config import PassedOptimizer, Translation
 from threed.engine import Engine, StepMetrics
@@ -33,8 +34,8 @@ LATEST = "latest"  # the file with the newest checkpoint's tag
 class DeepSpeedEngine:
     """A `threed.Engine` with DeepSpeed's interface; other attributes are looked up in the module.
 
-    passed: the optimizer that `initialize` has read. engine: the wrapped engine. metrics: of the last step. micro_steps: calls of `step` so far. notes: the messages of
-    `initialize`.
+    passed: the optimizer that `initialize` has read. engine: the wrapped engine. metrics: of the last step.
+    micro_steps: calls of `step` so far, without those of steps that were given up. notes: the messages of `initialize`.
     """
 
     def __init__(
@@ -58,7 +59,13 @@ class DeepSpeedEngine:
     def __getattr__(self, name: str) -> Any:
         if name == "module":  # not there yet
             raise AttributeError(name)
-        return getattr(self.module, name)
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            kind = type(self.module).__name__
+        if name in INSTEAD:
+            raise AttributeError(f"threed's engine does not offer {name}: use {INSTEAD[name]}")
+        raise AttributeError(f"neither threed's engine nor its module ({kind}) has an attribute {name!r}")
 
     # ------------------------------------------------------------------------------------------------------- training
 

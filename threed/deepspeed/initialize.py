@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from threed import collectives
 from threed.config import ConfigError
 from threed.deepspeed.data import deepspeed_io
 from threed.deepspeed.engine import DeepSpeedEngine
@@ -51,16 +52,17 @@ def initialize(
     groups = find_groups(model, given, _hyper_parameters(ds))
     facts = find_facts(model)
     topology = topology or Topology()
+    collectives.exchange(None, topology.axis("world"))  # none raises while others connect
     translation = translate(ds, topology.dp, facts, groups)
+    loader = None
+    if training_data is not None:
+        loader = deepspeed_io(training_data, topology, translation.micro_batch, translation.drop_last, collate_fn)
     passed = None if optimizer is None else PassedOptimizer(optimizer)
     engine = DeepSpeedEngine(model, topology, translation, passed)
+    engine.training_loader = loader
     engine.notes = (*notes, *translation.notes)
     if topology.rank == 0:
         print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
-    if training_data is not None:
-        engine.training_loader = deepspeed_io(
-            training_data, topology, translation.micro_batch, translation.drop_last, collate_fn
-        )
     scheduler = None if translation.learning_rate is None else SchedulerView(engine.optimizer)
     return engine, engine.optimizer, engine.training_loader, scheduler
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ from threed.config import ConfigError
 from threed.sharding import few
 
 NO_SCHEDULERS = (
-    "initialize reads an optimizer's values once, and the engine makes the steps; pass an optimizer without a scheduler,"
-    ' and write the config\'s "scheduler" (WarmupLR, WarmupDecayLR or WarmupCosineLR)'
+    "initialize reads an optimizer's values once, and the engine makes the steps; pass one without a scheduler, and"
+    ' write the config\'s "scheduler" (WarmupLR, WarmupDecayLR or WarmupCosineLR)'
 )
 DECOUPLED = "decoupled_weight_decay"
 HYPER_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.0, "dampening": 0}
@@ -127,7 +127,9 @@ def find_groups(
     groups, unknown, problems = [], 0, []
     for number, item in enumerate(dicts):
         if "params" not in item:
-            raise ConfigError([f"model_parameters[{number}]: no 'params': a group is a dict of its parameters and values"])
+            raise ConfigError(
+                [f"model_parameters[{number}]: no 'params': a group is a dict of its parameters and values"]
+            )
         members = [item["params"]] if isinstance(item["params"], torch.Tensor) else list(item["params"])
         unknown += sum(id(param) not in names for param in members)
         own = tuple(names[id(p)] for p in members if id(p) in names and p.requires_grad)

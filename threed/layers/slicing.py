@@ -123,7 +123,8 @@ class MicroBatch:
     tokens, labels: int64 [b s]; a label below 0 is not counted. samples: int64 [b], global sample indices.
     weight: what the sum of token losses is multiplied by, 1 / the step's global number of valid labels (a scalar
     tensor; of rows where there are no integer labels). step and training rule dropout. inputs: the batch's other
-    tensors [b ...], floats in the compute dtype; for a wrapped module all of its keyword arguments.
+    tensors [b ...], in their own dtypes unless precision.cast_inputs is on; for a wrapped module all of its keyword
+    arguments.
     """
 
     tokens: Tensor | None = None

@@ -48,6 +48,21 @@ def loss_of(output: Any) -> Tensor:
     return found.reshape(())
 
 
+@contextmanager
+def noting_dtypes(inputs: Inputs) -> Iterator[None]:
+    """Adds a note about the batch's dtypes to an error about dtypes."""
+    try:
+        yield
+    except RuntimeError as error:
+        floats = [f"{k} is {v.dtype}" for k, v in inputs.items() if isinstance(v, Tensor) and v.is_floating_point()]
+        if "dtype" in str(error) and floats:
+            error.add_note(
+                f"threed: a batch's tensors keep their dtype ({', '.join(floats)}): cast them in the module's forward,"
+                " or set precision.cast_inputs"
+            )
+        raise
+
+
 class Unit:
     """Modules whose own parameters are gathered and released together; `module` is what runs them."""
 
@@ -101,7 +116,7 @@ class Wrapped(nn.Module):
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
         """The micro-batch's weighted loss."""
         inputs, weight, items = micro.inputs or {}, micro.weight, self.count if isinstance(self.count, Items) else None
-        with nullcontext() if items is None else items.watching(inputs):
+        with nullcontext() if items is None else items.watching(inputs), noting_dtypes(inputs):
             loss = self.loss(self.module(**inputs))
         loss = loss if loss.dtype == torch.float64 else loss.float()
         if weight is None:

@@ -44,9 +44,9 @@ def left(slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
     return [(slot, slot.param.grad) for slot in slots if slot.param.grad is not None]
 
 
-def check_no_others(slots: Iterable[Slot]) -> None:
-    """Raises RuntimeError where a gradient has another engine's loss scale."""
-    for slot, _ in left(slots):
+def check_scales(dtype: str, slots: Iterable[Slot]) -> None:
+    """Raises RuntimeError if a gradient has another engine's loss scale. dtype: of the configuration."""
+    for slot, _ in left(slots) if dtype == "fp16" else ():
         raise RuntimeError(
             f"{slot.spec.name}: another engine's backward left a gradient, with that engine's loss scale: call"
             " zero_grad() before this engine's backward"

@@ -18,7 +18,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -35,22 +34,8 @@ from threed.zero.gradients import BucketGradients, FullGradients, Gradient, Grad
 from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.norm import squares
 from threed.zero.others import left
-from threed.zero.sink import EVER, Sink, taken_by, too_late
+from threed.zero.sink import EVER, Queue, Sink, taken_by, too_late
 from threed.zero.unused import Unused, warn_of_unused
-
-
-@dataclass(eq=False)
-class Queue:
-    """Buckets in the order they are sent: those of one chunk of the model, or of parameters that several chunks share.
-
-    begun: how many have been sent in this round. passes: backwards of these chunks that have not ended yet.
-    """
-
-    chunks: tuple[int, ...]
-    buckets: list[int] = field(default_factory=list)
-    sinks: list[Sink] = field(default_factory=list)
-    begun: int = 0
-    passes: int = 1
 
 
 class Reducer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
@@ -180,6 +181,20 @@ class Sink:
 
     def _target(self) -> Tensor:
         return self.reducer.memory.view(self.slot)
+
+
+@dataclass(eq=False)
+class Queue:
+    """Buckets in the order they are sent: those of one chunk of the model, or of parameters that several chunks share.
+
+    begun: how many have been sent in this round. passes: backwards of these chunks that have not ended yet.
+    """
+
+    chunks: tuple[int, ...]
+    buckets: list[int] = field(default_factory=list)
+    sinks: list[Sink] = field(default_factory=list)
+    begun: int = 0
+    passes: int = 1
 
 
 def taken_by(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
