@@ -24,10 +24,10 @@ def _refuse(name: str) -> Callable[..., NoReturn]:
 class ParamGroup(dict[str, Any]):
     """A parameter group that is read-only: methods that change a dict raise TypeError."""
 
-    __setitem__ = __delitem__ = _refuse("item assignment")  # type: ignore[assignment]
-    __ior__ = _refuse("|=")  # type: ignore[assignment]
-    update, setdefault = _refuse("update"), _refuse("setdefault")  # type: ignore[assignment]
-    pop, popitem, clear = _refuse("pop"), _refuse("popitem"), _refuse("clear")  # type: ignore[assignment]
+    __setitem__ = __delitem__ = _refuse("item assignment")
+    __ior__ = _refuse("|=")
+    update, setdefault = _refuse("update"), _refuse("setdefault")
+    pop, popitem, clear = _refuse("pop"), _refuse("popitem"), _refuse("clear")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -36,11 +36,11 @@ class ParamGroup(dict[str, Any]):
 class ReadOnlyList(list[Any]):
     """A list that is read-only: methods that change a list raise TypeError."""
 
-    __setitem__ = __delitem__ = _refuse("item assignment")  # type: ignore[assignment]
-    __iadd__, __imul__ = _refuse("+="), _refuse("*=")  # type: ignore[assignment]
-    append, extend, insert = _refuse("append"), _refuse("extend"), _refuse("insert")  # type: ignore[assignment]
-    pop, remove, clear = _refuse("pop"), _refuse("remove"), _refuse("clear")  # type: ignore[assignment]
-    sort, reverse = _refuse("sort"), _refuse("reverse")  # type: ignore[assignment]
+    __setitem__ = __delitem__ = _refuse("item assignment")
+    __iadd__, __imul__ = _refuse("+="), _refuse("*=")
+    append, extend, insert = _refuse("append"), _refuse("extend"), _refuse("insert")
+    pop, remove, clear = _refuse("pop"), _refuse("remove"), _refuse("clear")
+    sort, reverse = _refuse("sort"), _refuse("reverse")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)

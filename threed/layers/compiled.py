@@ -74,7 +74,7 @@ def _product_backward(dy: Tensor, whole: Tensor, weight: Tensor, parts: int, nee
     if any(gradient is not None for gradient in rest):
         hooked = [spec_of(param).name for param in (*tiles, bias) if param is not None and has_gradient_hooks(param)]
         raise RuntimeError(
-            f"{', '.join(hooked)}: gradient hooks do not run on weights of compiled layers; use --run.compile none"
+            f"{', '.join(hooked)}: gradient hooks do not run on weights of compiled layers; use --run.compile false"
             if hooked
             else "a compiled layer needs an engine, which takes its gradients"
         )
