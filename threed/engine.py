@@ -292,8 +292,7 @@ class Engine:
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """The wrapped module, whole between steps: to read parameters, or to change them, alike on all ranks, which
-        stays. Collective."""
+        """The wrapped module, whole between steps, to read or (alike on all ranks) to change parameters. Collective."""
         module = self.module
         self._take_in()
         self.optimizer.settle()
@@ -322,6 +321,7 @@ class Engine:
 
     def _finish(self) -> None:
         """Brings the last step to its end: the weights are what they will be. Collective."""
+        self.reducer.recover()
         self.optimizer.validate()
         if self.asynchronous is not None:
             self.asynchronous.drain(self.executor.run)
@@ -339,6 +339,7 @@ class Engine:
         return torch.stack(losses).double().sum().view(1) / (self.optimizer.scaler.scale if scale is None else scale)
 
     def _micro_batches(self, batch: Batch, training: bool) -> list[MicroBatch]:
+        self.reducer.recover()
         scale = self.optimizer.scaler.scale if training else 1.0
         return self.batches.micro_batches(batch, self.steps, self.consumed, scale, training)
 

@@ -124,6 +124,7 @@ class DeepSpeedEngine:
                 f"threed: the step is given up, with its {done} earlier micro-batches of"
                 f" {self.translation.accumulation}; the next micro-batch is the first of a new step"
             )
+        self.engine.reducer.give_up()
         self.micro_steps -= done
         self._open = self._pending = False
         self._loss = torch.zeros_like(self._loss)
@@ -151,6 +152,7 @@ class DeepSpeedEngine:
         return (self.micro_steps + 1) % self.translation.accumulation == 0
 
     def _check_boundary(self, what: str, instead: str) -> None:
+        self.engine.reducer.recover()
         if self._pending or self.micro_steps % self.translation.accumulation:
             raise RuntimeError(f"{what} in the middle of a step: {instead}")
 
@@ -181,6 +183,7 @@ class DeepSpeedEngine:
         """Returns the mean loss over the micro-batches of a step and over ranks, without training. Collective."""
         n, wrapped = self.translation.accumulation, self.engine.wrapped
         assert wrapped is not None
+        self.engine.reducer.recover()
         self.engine.buffers.agree()
         with wrapped.evaluating():
             losses = [loss_of(self._run(next(data_iter))).double().reshape(1) for _ in range(n)]

@@ -77,7 +77,7 @@ def find_facts(model: nn.Module) -> ModelFacts:
 
 
 def _hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns optimizer.params of a ds_config; an empty dict if that is no object of keys, which `translate` refuses."""
+    """Returns optimizer.params of a ds_config, empty if that is not an object of keys (which `translate` refuses)."""
     section = ds.get("optimizer")
     params = section.get("params") if isinstance(section, Mapping) else None
     return params if isinstance(params, Mapping) else {}

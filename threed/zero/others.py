@@ -10,20 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from torch import Tensor
 
 from threed.zero.layout import Slot
 
+
+class Owner(Protocol):
+    """The part of `Reducer` that a running backward uses."""
+
+    def give_up(self) -> None: ...
+
+
 _running: list[object] = []  # owners of the running backwards, the innermost last; global, as autograd's engine is
 
 
 @contextmanager
-def own_backward(owner: object) -> Iterator[None]:
-    """Marks the backwards in the block as the owner's."""
+def own_backward(owner: Owner) -> Iterator[None]:
+    """Marks the backwards in the block as the owner's, whose step is given up if the block raises."""
     _running.append(owner)
     try:
         yield
+    except BaseException:
+        owner.give_up()
+        raise
     finally:
         _running.pop()
 

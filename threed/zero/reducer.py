@@ -77,7 +77,7 @@ class Reducer:
                 self._buckets_of.setdefault(slot, []).append(number)
         self._passes = 1  # of a round
         self._ended = 0  # passes of this step
-        self._unfinished = False  # a step has begun and not ended
+        self._unfinished = self._given_up = False  # a step has begun and not ended; is not to end
         self._missing = [0] * len(layout.buckets)
         self._sent: set[int] = set()  # buckets sent in this round
         self._summed: set[int] = set()  # and in this step
@@ -115,22 +115,28 @@ class Reducer:
         return 1 if self.dynamic else len(slot.places)
 
     def begin(self, microbatches: int) -> None:
-        """Begins a step, and discards the gradients of one that was aborted. Collective after an aborted step."""
+        """Begins a step, and discards the gradients of one that did not end. Collective if there is one."""
         for sink in self.sinks:
             sink.run_last(microbatches)
-        self._abort()
+        self._given_up = self._unfinished
+        self.recover()
         self._passes, self._ended = 1 if self.rounds else microbatches, 0
         for queue in self._queues.values():
             queue.passes = microbatches * len(queue.chunks)
         self._begin_anew()
         self._unfinished = True
 
-    def _abort(self) -> None:
-        """Sends the remaining buckets of an unfinished step of a wrapped module. Ranks may have failed at different
-        points of a backward; this way all have called the same collectives. Not with updates in the backward (`early`),
-        which would apply them."""
-        unfinished = self.dynamic and self._unfinished and self.early is None
-        for queue in self._queues.values() if unfinished else ():
+    def give_up(self) -> None:
+        """Marks the step that is under way as given up."""
+        self._given_up = self._unfinished
+
+    def recover(self) -> None:
+        """Sends the remaining buckets of a given-up step of a wrapped module, so that ranks that failed at different
+        points have called the same collectives. Call it before any other. Not with `early`, which would apply them."""
+        if not (self._given_up and self.dynamic and self.early is None):
+            return
+        self._given_up = self._unfinished = False
+        for queue in self._queues.values():
             if not self.rounds:
                 self._start_all(queue)
                 continue
@@ -141,9 +147,10 @@ class Reducer:
 
     def drop(self) -> None:
         """Discards all gradients so far, of this step and of other engines' backwards, as `zero_grad` does."""
+        self.recover()
         for sink in self.sinks:
             sink.slot.param.grad = None
-        if not self._ended:
+        if not (self._ended and self._unfinished):
             return
         if not self.rounds:
             for queue in self._queues.values():  # other ranks may have sent more, or less
@@ -384,13 +391,7 @@ class Reducer:
             late.update(number for numbers in collectives.exchange(mine, policy.replicas) for number in numbers)
         for number in sorted(late):
             bucket = self.layout.buckets[number]
-            device = bucket.group.params.device
-            window = torch.zeros(bucket.last - bucket.first, dtype=policy.grad_dtype, device=device)
-            for slot in self._slots[number]:
-                if slot in self._aside:
-                    first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
-                    grad = self._aside[slot].view(-1)[first - slot.first : last - slot.first]
-                    window[first - bucket.first : last - bucket.first].copy_(grad)
+            window = sums.window_of(bucket, self._aside, policy.grad_dtype)
             total = collectives.start_reduce_scatter(window, policy.shard, wire=self.wire)
             staged = bucket.grad.fetch()
             own = staged.wait()
