@@ -51,7 +51,8 @@ def test_a_torch_optimizer_is_read() -> None:
     frozen = [{"params": [p], "lr": lr} for p, lr in zip(model.parameters(), (0.0, 0.1, 0.1, 0.2), strict=True)]
     optimizer = torch.optim.SGD(frozen, momentum=0.5)
     section, _ = read_optimizer(optimizer)
-    optim = translate(config(optimizer=section), 4, groups=find_groups(model, optimizer.param_groups)).config.optim
+    groups = find_groups(model, optimizer.param_groups, section["params"])
+    optim = translate(config(optimizer=section), 4, groups=groups).config.optim
     assert (optim.lr, [group.lr for group in optim.groups]) == (0.1, [0.0, 0.1, 0.1, 0.2, None])
 
 

@@ -706,8 +706,8 @@ PAIRS: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], str]] = {
 }
 ONES = torch.eye(WIDTH)
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "dtypes": (Router, r"several dtypes: body.weight \(torch.bfloat16\)"),
-    "frozen in another dtype": (lambda: Router(frozen=True), r"several dtypes: body.weight"),
+    "dtypes": (Router, r"several dtypes: router.weight \(torch.float32\)"),
+    "frozen in another dtype": (lambda: Router(frozen=True), r"several dtypes: router.weight"),
     "coo": (lambda: Graph(ONES.to_sparse()), r"not dense: links \(torch.sparse_coo\)"),
     "csr, not persistent": (lambda: Graph(ONES.to_sparse_csr(), False), r"not dense: links \(torch.sparse_csr\)"),
     "quantized": (

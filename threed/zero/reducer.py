@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from threed.memory.tiers import InMemory, StagedBuffer, start_copy
 from threed.planner.memory import BUCKETS_IN_FLIGHT
 from threed.topology import Axis
 from threed.zero import gradients as sums
+from threed.zero.agreement import check_gathers
 from threed.zero.deferral import Deferral
 from threed.zero.early import Early
 from threed.zero.gradients import BucketGradients, FullGradients, Gradient, Gradients, InFlight, early_sum, later_sums
@@ -127,20 +129,21 @@ class Reducer:
         self._unfinished = True
 
     def give_up(self) -> None:
-        """Marks the step that is under way as given up."""
+        """Gives up the step that is under way, after an error. Recovers at once, for the program may call collectives;
+        if parameters are sliced, later, for another rank may wait for a gather."""
         self._given_up = self._unfinished
+        if not self.layout.slices_parameters:
+            with suppress(RuntimeError):  # the first error is the one to be seen
+                self.recover()
 
     def recover(self) -> None:
-        """Sends the remaining buckets of a given-up step of a wrapped module, so that ranks that failed at different
-        points have called the same collectives. Call it before any other. Not with `early`, which would apply them."""
+        """Sends the remaining buckets of a given-up step of a wrapped module: so ranks that failed at different points
+        have called the same collectives. Call it before any other. Not with `early`, which would apply them."""
         if not (self._given_up and self.dynamic and self.early is None):
             return
         self._given_up = self._unfinished = False
         for queue in self._queues.values():
-            if not self.rounds:
-                self._start_all(queue)
-                continue
-            while queue.passes > 0:
+            for _ in range(queue.passes if self.rounds else 1):
                 self._start_all(queue)
                 queue.passes -= 1
                 self._begin_round(queue)
@@ -379,13 +382,8 @@ class Reducer:
         """Reduces once more the buckets for which any rank set gradients aside."""
         policy = self.layout.policy
         mine = sorted({number for slot in self._aside for number in self._buckets_of.get(slot, ())})
-        order = self.gather_order()
-        answers = collectives.exchange([order, mine], policy.shard)
-        if any(other != order for other, _ in answers):
-            raise RuntimeError(
-                "ranks used different parameters in this step, or in another order: ZeRO-3 gathers a parameter on all"
-                " ranks at once; route alike on all ranks, or use --zero.stage 2"
-            )
+        answers = collectives.exchange([self.gather_order(), mine], policy.shard)
+        check_gathers([order for order, _ in answers])
         late = {number for _, numbers in answers for number in numbers}
         if any(early_sum(bucket) for bucket in self.layout.buckets):  # stage 0, whose sums are over the replicas
             late.update(number for numbers in collectives.exchange(mine, policy.replicas) for number in numbers)
