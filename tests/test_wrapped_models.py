@@ -786,3 +786,39 @@ def test_an_error_about_dtypes_names_the_key() -> None:
         engine.step({"x": torch.randn(ROWS, WIDTH)})
     assert "x is torch.float32" in caught.value.__notes__[0]
     assert "precision.cast_inputs" in caught.value.__notes__[0]
+
+
+# --------------------------------------------------------------------------------------------------- gradient hooks
+
+
+def hooked_after(stage: int, kind: str) -> dict[str, Tensor]:
+    """Hooks that are registered after the engine is made zero every second element."""
+    module = made(lambda: WithBody(nn.Linear(WIDTH, WIDTH)))
+    engine = engine_of(module, stage)
+    for param in module.parameters():
+        if kind == "hook":
+            param.register_hook(odd_only)
+        else:
+            param.register_post_accumulate_grad_hook(mask_in_place)
+    for step in range(STEPS):
+        engine.step(mine({"x": gan_data(step)["x"]}))
+    return engine.full_state_dict()
+
+
+def odd_only(gradient: Tensor) -> Tensor:
+    return gradient * (torch.arange(gradient.numel()) % 2).view_as(gradient)
+
+
+def mask_in_place(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad = odd_only(param.grad)
+
+
+def test_hooks_after_the_engine_change_gradients() -> None:
+    module = made(lambda: WithBody(nn.Linear(WIDTH, WIDTH)))
+    for param in module.parameters():
+        param.register_hook(odd_only)
+    want = plain_steps(module, [{"x": gan_data(step)["x"]} for step in range(STEPS)])[1]
+    cases = [(stage, kind) for stage in range(3) for kind in ("hook", "post-accumulate")]
+    for got in run_ranks(2, several, hooked_after, cases)[0]:
+        same_weights(got, want)

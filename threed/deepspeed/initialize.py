@@ -48,6 +48,8 @@ def initialize(
             notes.append("optimizer: no effect: the one passed to initialize is used")
         ds["optimizer"], text = read_optimizer(optimizer)
         notes.append(text)
+        if model_parameters is not None:
+            notes.append("model_parameters: no effect: the groups of the passed optimizer are used")
     given = optimizer.param_groups if optimizer is not None else model_parameters
     groups = find_groups(model, given, _hyper_parameters(ds))
     facts = find_facts(model)
