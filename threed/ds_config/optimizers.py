@@ -153,7 +153,8 @@ def _other_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterat
     if "initial_lr" in group:
         yield f"initial_lr, so a learning rate scheduler drives it: {NO_SCHEDULERS}"
     for key in HYPER.intersection(group):
-        own, common = _plain(group[key]), params.get(key, HYPER_DEFAULTS.get(key, False))
+        own, common = _plain(group[key]), params.get(key, "auto")
+        common = HYPER_DEFAULTS.get(key, False) if common == "auto" else common
         own, common = (tuple(value) if isinstance(value, list) else value for value in (own, common))
         if own != common:
             yield f"{key} {own}, but the optimizer's is {common}: only lr and weight_decay may differ between groups"
