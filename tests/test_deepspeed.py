@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 import tempfile
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import threed
 from tests import hf_models
@@ -19,6 +21,7 @@ from tests.harness import run_ranks
 from threed.config import ConfigError
 from threed.deepspeed import DeepSpeedEngine
 from threed.deepspeed.data import repeat, to_device
+from threed.deepspeed.missing import INSTEAD
 
 STEPS, ROWS, ACCUMULATION = 3, 8, 2
 Result = tuple[list[float], list[float], dict[str, Tensor]]
@@ -281,7 +284,7 @@ def loaded() -> tuple[list[list[float]], list[list[float]], int, list[float]]:
     assert scheduler is None
     batches = repeat(loader)
     first, second = ([x[:, 0].tolist() for x, _ in (next(batches) for _ in range(len(loader)))] for _ in range(2))
-    losses = [float(engine.train_batch()) for _ in range(20)]
+    losses = [float(engine.train_batch()) for _ in range(40)]
     return first, second, len(loader), losses
 
 
@@ -368,8 +371,119 @@ def test_what_cannot_be_done(engine: DeepSpeedEngine) -> None:
         engine.optimizer.step()
     with pytest.raises(NotImplementedError, match="save_checkpoint"):
         engine.optimizer.state_dict()
-    with pytest.raises(TypeError, match="lr of a parameter group"):
-        engine.optimizer.param_groups[0]["lr"] = 1.0
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "item": lambda groups: operator.setitem(groups[0], "lr", 1.0),
+    "del": lambda groups: operator.delitem(groups[0], "lr"),
+    "update": lambda groups: groups[0].update(lr=1.0),
+    "|=": lambda groups: operator.ior(groups[0], {"lr": 1.0}),
+    "pop": lambda groups: groups[0].pop("lr"),
+    "popitem": lambda groups: groups[0].popitem(),
+    "setdefault": lambda groups: groups[0].setdefault("own", 1.0),
+    "clear": lambda groups: groups[0].clear(),
+    "list item": lambda groups: operator.setitem(groups, 0, {}),
+    "list append": lambda groups: groups.append({}),
+    "list +=": lambda groups: operator.iadd(groups, [{}]),
+    "list clear": lambda groups: groups.clear(),
+    "params": lambda groups: groups[0]["params"].append(nn.Parameter(torch.ones(1))),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_groups_are_read_only(engine: DeepSpeedEngine, name: str) -> None:
+    groups, before = engine.optimizer.param_groups, engine.get_lr()
+    with pytest.raises(TypeError, match="param_groups is read-only"):
+        CHANGES[name](groups)
+    assert (groups[0]["lr"], engine.get_lr()) == (before[0], before)
+    with pytest.raises(TypeError, match="add_param_group"):
+        engine.optimizer.add_param_group({"params": []})
+    copied = copy.deepcopy(groups)
+    copied[0]["lr"] = 1.0
+    assert type(copied) is list
+
+
+def test_names_that_are_missing_do_not_blame_the_module(engine: DeepSpeedEngine) -> None:
+    with pytest.raises(
+        AttributeError, match=r"threed's engine does not offer save_16bit_model: use engine.full_state_"
+    ):
+        engine.save_16bit_model("folder")
+    with pytest.raises(AttributeError, match=r"neither threed's engine nor its module \(Regression\) .* 'nothing'"):
+        engine.nothing  # noqa: B018
+    assert engine.linear is engine.module.linear
+    assert not hasattr(engine, "no_sync")
+    assert all(name not in dir(DeepSpeedEngine) for name in INSTEAD)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from data()
+
+
+def streamed() -> str:
+    try:
+        threed.initialize(model=Regression(), config=DS, training_data=Stream())
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_stream_is_refused_where_ranks_would_read_the_same() -> None:
+    for said in run_ranks(2, streamed):
+        assert said.startswith("training_data: a Stream is iterable, without indices, and each of the 2 data ranks")
+    loader = threed.initialize(model=Regression(), config=DS, training_data=Stream())[2]
+    assert loader is not None
+    assert sum(len(x) for x, _ in loader) == 20
+
+
+def test_every_complete_pass_is_shuffled_anew() -> None:
+    loader = threed.initialize(model=Regression(), config=DS, training_data=data())[2]
+    assert loader is not None
+
+    def rows() -> list[float]:
+        return [float(v) for x, _ in loader for v in x[:, 0]]
+
+    next(iter(loader))  # a look is not a pass
+    first, second = rows(), rows()
+    assert first != second
+    assert sorted(first) == sorted(second)
+    loader.sampler.set_epoch(0)  # type: ignore[attr-defined]
+    assert rows() == first
+    assert rows() == second
+
+
+def one_loss(stage: int, accumulation: int) -> list[dict[str, Tensor]]:
+    """Two engines and one loss: the backward of the first, then a step of each."""
+    ds = {
+        "train_batch_size": ROWS, "gradient_accumulation_steps": accumulation, "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }  # fmt: skip
+    torch.manual_seed(0)
+    first, second = (threed.initialize(model=nn.Linear(4, 4).double(), config=ds)[0] for _ in range(2))
+    for step in range(2):
+        x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        for part in x.chunk(first.world_size)[first.global_rank].chunk(accumulation):
+            first.backward(second(first(part).tanh()).square().mean())
+            first.step()
+            second.step()
+    with pytest.raises(RuntimeError, match="step without a backward"):
+        second.step()
+    return [first.full_state_dict(), second.full_state_dict()]
+
+
+def test_one_loss_through_two_engines() -> None:
+    torch.manual_seed(0)
+    modules = [nn.Linear(4, 4).double() for _ in range(2)]
+    for step in range(2):
+        x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        modules[1](modules[0](x).tanh()).square().mean().backward()
+        for p in (p for module in modules for p in module.parameters()):
+            p.data -= 0.1 * p.grad  # type: ignore[operator]
+            p.grad = None
+    for got in run_ranks(2, run_all, [(one_loss, (stage, count)) for stage in range(4) for count in (1, 2)])[0]:
+        for weights, module in zip(got, modules, strict=True):
+            same(weights, {name: p.detach() for name, p in module.named_parameters()}, 1e-12)
 
 
 def test_what_initialize_refuses() -> None:

@@ -53,6 +53,9 @@ def test_a_device_that_is_not_given() -> None:
 
 
 def test_one_folder() -> None:
+    home = {**NVME, "nvme_path": "~/swap"}
+    told = translate(zero(offload_optimizer=home, offload_param={**NVME, "nvme_path": Path.home() / "swap"}), 4)
+    assert told.config.zero.nvme_path == str(Path.home() / "swap")
     one = translate(zero(offload_optimizer=NVME, offload_param={**NVME, "nvme_path": Path("/nvme/")}), 4)
     assert places(one.config.zero) == ("nvme", "nvme", "/nvme")
     (text,) = problems(zero(offload_optimizer=NVME, offload_param={**NVME, "nvme_path": "/other"}))

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.test_deepspeed_config import BASE, config, notes, problem
 from threed.config import ConfigError
-from threed.ds_config import Group, ModelFacts, find_groups, read, read_optimizer, translate
+from threed.ds_config import Group, ModelFacts, PassedOptimizer, find_groups, read, read_optimizer, translate
 
 
 def test_reading(tmp_path: Path) -> None:
@@ -46,6 +46,14 @@ def test_a_torch_optimizer_is_read() -> None:
     assert (optim.name, optim.lr, optim.momentum) == ("sgd", 0.1, 0.5)
     section, _ = read_optimizer(torch.optim.Adam(model.parameters(), weight_decay=0.1))
     assert "weight_decay 0" in problem(optimizer=section)
+    section, _ = read_optimizer(torch.optim.Adam(model.parameters(), weight_decay=0.1, decoupled_weight_decay=True))
+    assert translate(config(optimizer=section), 4).config.optim.weight_decay == 0.1
+    frozen = [{"params": [p], "lr": lr} for p, lr in zip(model.parameters(), (0.0, 0.1, 0.1, 0.2), strict=True)]
+    optimizer = torch.optim.SGD(frozen, momentum=0.5)
+    section, _ = read_optimizer(optimizer)
+    groups = find_groups(model, optimizer.param_groups, section["params"])
+    optim = translate(config(optimizer=section), 4, groups=groups).config.optim
+    assert (optim.lr, [group.lr for group in optim.groups]) == (0.1, [0.0, 0.1, 0.1, 0.2, None])
 
 
 def test_torch_optimizers_that_are_refused() -> None:
@@ -64,6 +72,95 @@ def test_torch_optimizers_that_are_refused() -> None:
     used.step()
     with pytest.raises(ConfigError, match="has made steps"):
         read_optimizer(used)
+
+
+def linear(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1)
+
+
+SCHEDULERS = {
+    "torch's": linear,
+    "warm-up from 0": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10),
+    "by metrics": torch.optim.lr_scheduler.ReduceLROnPlateau,
+    "several": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [linear(optimizer), torch.optim.lr_scheduler.ConstantLR(optimizer)], milestones=[3]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name != "by metrics"])
+def test_an_optimizer_that_a_scheduler_drives_is_refused(name: str) -> None:
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    SCHEDULERS[name](optimizer)
+    with pytest.raises(ConfigError, match=r'a learning rate scheduler drives it: .* write the config\'s "scheduler"'):
+        read_optimizer(optimizer)
+    with pytest.raises(ConfigError, match=r"model_parameters\[0\]: initial_lr, so a learning rate scheduler"):
+        find_groups(model, optimizer.param_groups)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_change_of_an_optimizer_after_it_was_read_is_refused(name: str) -> None:
+    optimizer = torch.optim.AdamW(small().parameters(), lr=torch.tensor(0.1))
+    passed = PassedOptimizer(optimizer)
+    passed.check()
+    scheduler = SCHEDULERS[name](optimizer)
+    if name == "by metrics":  # which leaves no mark before the rate changes
+        for _ in range(20):
+            scheduler.step(1.0)
+    with pytest.raises(RuntimeError, match=r'passed optimizer.* write the config\'s "scheduler"'):
+        passed.check()
+
+
+def test_other_changes_of_a_passed_optimizer_are_refused() -> None:
+    optimizer = torch.optim.SGD(small().parameters(), lr=0.1)
+    passed = PassedOptimizer(optimizer)
+    with pytest.raises(RuntimeError, match=r"call engine.step\(\)"):
+        optimizer.step()
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    with pytest.raises(
+        RuntimeError, match=r"param_groups\[0\] of the passed optimizer changed weight_decay from 0 to 0.5"
+    ):
+        passed.check()
+    optimizer.param_groups[0]["weight_decay"] = 0
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    with pytest.raises(RuntimeError, match="pass all groups to initialize"):
+        passed.check()
+
+
+@pytest.mark.parametrize(("lr", "decay"), [(5e-4, 0.1), (None, 0.1), (5e-4, None), (None, None)])
+@pytest.mark.parametrize("count", [1, 2])
+def test_groups_that_are_alike_keep_their_values(lr: float | None, decay: float | None, count: int) -> None:
+    model = small()
+    params, own = list(model.parameters()), {"lr": lr, "weight_decay": decay}
+    some = {key: value for key, value in own.items() if value is not None}
+    groups = [{"params": params[number::count], **some} for number in range(count)]
+    found = find_groups(model, groups)
+    optim = translate(config(optimizer={"type": "AdamW", "params": {"lr": 0.1}}), 4, groups=found).config.optim
+    for name, _ in model.named_parameters():
+        of = next((group for group in optim.groups if group.match == name), None)
+        assert (of and of.lr, of and of.weight_decay) == (lr, decay)
+
+
+def test_values_of_groups_that_cannot_apply_are_refused() -> None:
+    model = small()
+    params = list(model.parameters())
+    for groups, text in (
+        (
+            [{"params": params, "betas": (0.5, 0.9)}],
+            r"model_parameters\[0\]: betas \(0.5, 0.9\), but the optimizer's is",
+        ),
+        ([{"params": params, "momentum": 0.5}], "momentum 0.5, but the optimizer's is 0.0"),
+        ([{"params": params}, {"params": params[:1]}], "0.weight in more than one group"),
+        ([{"lr": 0.1}], r"model_parameters\[0\]: no 'params'"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            find_groups(model, groups, {"betas": [0.9, 0.95]})
+    assert find_groups(model, [{"params": params, "betas": (0.9, 0.95), "name": "all"}], {"betas": [0.9, 0.95]}) == ()
+    groups = find_groups(model, [{"params": params, "weight_decay": 0.1}])
+    coupled = {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}
+    with pytest.raises(ConfigError, match="decay as part of the gradient is not there"):
+        translate(config(optimizer=coupled), 4, groups=groups)
 
 
 def test_parameter_groups() -> None:
@@ -91,7 +188,7 @@ def test_a_schedule_of_its_own_rates_sets_all_groups() -> None:
     first, second = model.children()
     groups = find_groups(model, [{"params": first.parameters(), "lr": 0.1}, {"params": second.parameters(), "lr": 0.2}])
     t = translate(config(scheduler={"type": "WarmupLR"}), 4, ModelFacts(), groups)
-    assert {g.lr for g in t.config.optim.groups} == {None}
+    assert not {g.lr for g in t.config.optim.groups} - {None}
     assert (
         notes(t, "scheduler.params.warmup_max_lr")[-1] == "one learning rate for all parameter groups, as in DeepSpeed"
     )

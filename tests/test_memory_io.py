@@ -16,6 +16,7 @@ import struct
 import subprocess
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -522,3 +523,13 @@ def test_auto_takes_the_best_that_runs_and_python_needs_no_library(
     with pytest.raises(SwapError, match=r"'io_uring' .* the native library is not built.*; use backend 'auto'"):
         Disk(tmp_path, "states", backend="io_uring")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_made_is_reported(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match=f"{tmp_path}/drive/swap did not exist and was made, on the file system mounted"
+    ):
+        Disk(tmp_path / "drive" / "swap", "states").close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Disk(tmp_path / "drive" / "swap", "states").close()

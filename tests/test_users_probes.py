@@ -135,7 +135,7 @@ REFUSED: dict[str, tuple[type[Decoder], Case, list[str]]] = {
     "forgotten axis": (ForgottenAxis, Case("albert", tp=2), ["Slicing", "topology.axis('tp')"]),
     "forgotten in a layer": (HalfForgotten, Case("albert", tp=2), ["blocks.0.mlp.up.weight", "tensor ranks"]),
     "not marked as replicated": (NotMarked, Case("albert", tp=2), ["blocks.extra", "replicated"]),
-    "hook on a gradient": (Hooked, Case("albert", pp=2), ["blocks.1", "parameter", "has a hook on its gradient"]),
+    "hook on a gradient": (Hooked, Case("albert", pp=2), ["blocks.1", "parameter", "has a gradient hook"]),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -377,7 +378,8 @@ def clip(module: nn.Module) -> None:
 
 def clipped(stage: int, dtype: str) -> tuple[Result, list[dict[str, Tensor]]]:
     """Also the weights before and after the first clipping."""
-    engine = engine_of(made(lambda: Taught("in place", inside=False)), stage, precision={"dtype": dtype})
+    precision = {"dtype": dtype, "cast_inputs": True}
+    engine = engine_of(made(lambda: Taught("in place", inside=False)), stage, precision=precision)
     losses, weights = [], []
     for batch in pairs():
         losses.append(engine.step(mine(batch)).loss)
@@ -644,3 +646,179 @@ def test_what_was_never_used_stays_as_it_is() -> None:
         names = told[0].partition(": ")[2].split(", ")
         assert set(names) == {"never.weight", "never.bias", "later.weight", "later.bias"}
     assert all(told == [] for _, told in found[1])
+
+
+# ---------------------------------------------------------------------------------------------- refused by name
+
+
+class WithBody(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)).square().mean()
+
+
+class Router(nn.Module):
+    """Parameters in two dtypes."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.body, self.router = nn.Linear(WIDTH, WIDTH).bfloat16(), nn.Linear(WIDTH, 4).requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.router(self.body(x.bfloat16()).float()).square().mean()
+
+
+class Graph(nn.Module):
+    def __init__(self, links: Tensor, persistent: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("links", links, persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
+
+
+def tied_pair() -> tuple[nn.Module, nn.Module]:
+    first, second = (nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+    second[0].weight = first[0].weight
+    return first, second
+
+
+def body_pair(frozen: bool = False) -> tuple[nn.Module, nn.Module]:
+    body = nn.Linear(WIDTH, WIDTH).requires_grad_(not frozen)
+    return WithBody(body), WithBody(body)
+
+
+def part_and_whole() -> tuple[nn.Module, nn.Module]:
+    whole = WithBody(nn.Linear(WIDTH, WIDTH))
+    return whole.body, whole
+
+
+PAIRS: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], str]] = {
+    "body": (body_pair, "body.weight, body.bias: shared with a module that has an engine"),
+    "frozen body": (lambda: body_pair(frozen=True), "body.weight, body.bias: shared"),
+    "tied": (tied_pair, "0.weight: shared"),
+    "part and whole": (part_and_whole, "body.weight, body.bias: shared"),
+    "whole and part": (lambda: part_and_whole()[::-1], "weight, bias: shared"),
+}
+ONES = torch.eye(WIDTH)
+MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "dtypes": (Router, r"several dtypes: router.weight \(torch.float32\)"),
+    "frozen in another dtype": (lambda: Router(frozen=True), r"several dtypes: router.weight"),
+    "coo": (lambda: Graph(ONES.to_sparse()), r"not dense: links \(torch.sparse_coo\)"),
+    "csr, not persistent": (lambda: Graph(ONES.to_sparse_csr(), False), r"not dense: links \(torch.sparse_csr\)"),
+    "quantized": (
+        lambda: Graph(torch.quantize_per_tensor(ONES, 0.1, 0, torch.qint8)), r"not dense: links \(quantized\)",
+    ),
+}  # fmt: skip
+
+
+def refused_here(stage: int) -> dict[str, str]:
+    """What every rank gets for a pair of modules, of which the first has an engine, and for other modules."""
+    said = {}
+    for name, (make, _) in PAIRS.items():
+        first, second = make()
+        engine_of(first, stage)
+        before = [(p.data_ptr(), p.shape) for p in second.parameters() if p.device.type != "meta"]
+        said[name] = message_of(lambda second=second: engine_of(second, stage))  # type: ignore[misc]
+        assert before == [(p.data_ptr(), p.shape) for p in second.parameters() if p.device.type != "meta"]
+    for name, (build, _) in MODULES.items():
+        said[name] = message_of(lambda build=build: engine_of(build(), stage))  # type: ignore[misc]
+    return said
+
+
+def message_of(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_modules_that_cannot_be_right_are_refused_by_name_on_every_rank(stage: int) -> None:
+    for said in run_ranks(2, refused_here, stage):
+        for name, (_, words) in {**PAIRS, **MODULES}.items():
+            assert re.search(words, said[name]), (name, said[name])
+
+
+def test_a_buffer_that_becomes_sparse_is_refused_by_name() -> None:
+    module = Graph(ONES.clone())
+    engine = engine_of(module, 1)
+    module.links = ONES.to_sparse()
+    with pytest.raises(ValueError, match="not dense: links"):
+        engine.step({"x": torch.randn(ROWS, WIDTH, dtype=torch.float64)})
+
+
+class Looks(nn.Module):
+    """Keeps the dtypes of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        self.seen = {name: value.dtype for name, value in inputs.items()}
+        return self.linear(inputs["fp32"].to(self.linear.weight.dtype)).square().mean()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("casts", [False, True])
+def test_a_batch_keeps_its_dtypes_unless_they_are_to_be_cast(dtype: str, casts: bool) -> None:
+    kinds = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "ids": torch.int32, "on": torch.bool}
+    module = Looks()
+    engine = engine_of(module, 1, precision={"dtype": dtype, "cast_inputs": casts})
+    batch = {name: torch.ones(ROWS, 1).to(kind) for name, kind in kinds.items()}
+    for run in (engine.step, engine.evaluate):
+        run(batch)
+        assert module.seen == {
+            n: engine.batches.dtype if casts and k.is_floating_point else k for n, k in kinds.items()
+        }
+
+
+def test_an_error_about_dtypes_names_the_key() -> None:
+    engine = engine_of(WithBody(nn.Linear(WIDTH, WIDTH)), 1, precision={"dtype": "bf16"})
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        engine.step({"x": torch.randn(ROWS, WIDTH)})
+    assert "x is torch.float32" in caught.value.__notes__[0]
+    assert "precision.cast_inputs" in caught.value.__notes__[0]
+
+
+# --------------------------------------------------------------------------------------------------- gradient hooks
+
+
+def hooked_after(stage: int, kind: str) -> dict[str, Tensor]:
+    """Hooks that are registered after the engine is made zero every second element."""
+    module = made(lambda: WithBody(nn.Linear(WIDTH, WIDTH)))
+    engine = engine_of(module, stage)
+    for param in module.parameters():
+        if kind == "hook":
+            param.register_hook(odd_only)
+        else:
+            param.register_post_accumulate_grad_hook(mask_in_place)
+    for step in range(STEPS):
+        engine.step(mine({"x": gan_data(step)["x"]}))
+    return engine.full_state_dict()
+
+
+def odd_only(gradient: Tensor) -> Tensor:
+    return gradient * (torch.arange(gradient.numel()) % 2).view_as(gradient)
+
+
+def mask_in_place(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad = odd_only(param.grad)
+
+
+def test_hooks_after_the_engine_change_gradients() -> None:
+    module = made(lambda: WithBody(nn.Linear(WIDTH, WIDTH)))
+    for param in module.parameters():
+        param.register_hook(odd_only)
+    want = plain_steps(module, [{"x": gan_data(step)["x"]} for step in range(STEPS)])[1]
+    cases = [(stage, kind) for stage in range(3) for kind in ("hook", "post-accumulate")]
+    for got in run_ranks(2, several, hooked_after, cases)[0]:
+        same_weights(got, want)

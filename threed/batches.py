@@ -37,6 +37,7 @@ class Batches:
         self.topology, self.slicing = topology, model.slicing
         self.size, self.global_batch = config.train.micro_batch, config.train.global_batch
         self.dtype = dtype(config.precision.dtype)
+        self.casts = config.precision.cast_inputs
         self.ends = ends
         needs = {"tokens": Embedding, "labels": LanguageModelHead}
         self.ids = [key for key, kind in needs.items() if any(isinstance(layer, kind) for layer in layers)]
@@ -129,8 +130,9 @@ class Batches:
         ]
 
     def _placed(self, value: Tensor) -> Tensor:
-        """On the device, and in the compute dtype if it is a number with a point."""
-        return start_copy_in(value, self.topology.device, self.dtype if value.is_floating_point() else value.dtype)
+        """Returns a tensor on the device; in the compute dtype if precision.cast_inputs is on and it has floats."""
+        casts = self.casts and value.is_floating_point()
+        return start_copy_in(value, self.topology.device, self.dtype if casts else value.dtype)
 
     def _weight(self, valid: Tensor, scale: Tensor | float) -> Tensor | None:
         """The loss scale / the global number of valid items; needed, and so agreed upon, where the model ends only."""

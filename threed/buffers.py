@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.planner.cut import Cut
+from threed.sharding import check_dense, few
 from threed.topology import Topology
 
 Roots = Sequence[tuple[str, nn.Module]]
@@ -161,7 +162,9 @@ class Buffers:
         return [(place, place.value.clone()) for place, *_ in self._changing if place.value is not None]
 
     def _held(self) -> list[tuple[Place, Tensor]]:
-        return [(place, place.value) for place in find(self._roots) if place.value is not None]
+        held = [(place, place.value) for place in find(self._roots) if place.value is not None]
+        check_dense((place.name, value) for place, value in held)
+        return held
 
     def _look(self, copy: bool) -> dict[tuple[nn.Module, str], Seen]:
         return {
@@ -196,12 +199,12 @@ class Buffers:
             several = "on the two ranks that hold the layer; take a schedule that holds each layer once (1f1b, zb-v)"
             alike = "in several layers of that name; give each layer a name of its own"
             raise ValueError(
-                f"{_listed(shared)}: changes in training, {several if self._twice else alike}, or register the buffer"
+                f"{few(shared)}: changes in training, {several if self._twice else alike}, or register the buffer"
                 " with persistent=False"
             )
         if again := sorted(found & self._again):
             raise ValueError(
-                f"{_listed(again)}: changes in the forward of a layer that is recomputed, which changes it twice; set"
+                f"{few(again)}: changes in the forward of a layer that is recomputed, which changes it twice; set"
                 " the layer's `recomputable = False`, or --recompute.mode none"
             )
 
@@ -281,10 +284,6 @@ class Buffers:
                 name: of_bytes(part, dtype, shape) for (name, dtype, shape, _), part in zip(stage, parts, strict=True)
             }
         return out
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _version(value: Tensor) -> int:

@@ -26,6 +26,7 @@ from threed.values import (
     DurationOrNone,
     Fraction,
     LayerPattern,
+    LocalPath,
     LossScale,
     MemorySize,
     Natural,
@@ -114,7 +115,7 @@ class ZeroConfig(_Group):
     shard_size: ShardSize = Field("all", description="data-parallel ranks that share one set of slices")
     offload_optimizer: Place = Field("none", description="where optimizer states live when not on the device")
     offload_params: Place = Field("none", description="where parameter slices live when not on the device")
-    nvme_path: PathText | None = Field(None, description="folder on the NVMe drive for what is offloaded to it")
+    nvme_path: LocalPath | None = Field(None, description="folder on the NVMe drive for what is offloaded to it")
     prefetch: Count = Field(1, description="units gathered ahead of the one that runs under stage 3")
     resident: Natural = Field(65536, description="parameters with fewer elements than this stay whole under stage 3")
     order: Literal["micro", "layer", "auto"] = Field(
@@ -158,6 +159,9 @@ class PrecisionConfig(_Group):
     )
     reduce_dtype: SumType | None = Field(None, description="format gradients travel in between ranks; none: grad-dtype")
     loss_scale: LossScale = Field("dynamic", description="factor on the loss under fp16, found while training or given")
+    cast_inputs: Switch = Field(
+        False, description="cast floating-point tensors of a batch to dtype; false: the module gets them as they are"
+    )
 
 
 class ModelConfig(_Group):

@@ -51,7 +51,7 @@ from threed.zero.by_hand import Changes
 from threed.zero.gather import BY_HAND, Gatherer
 from threed.zero.hooks import Hooks
 from threed.zero.optimizer import Optimizer
-from threed.zero.others import check_no_others, own_backward
+from threed.zero.others import check_scales, own_backward
 from threed.zero.reducer import Reducer
 from threed.zero.unused import Unused
 from threed.zero.update import Update
@@ -64,9 +64,9 @@ class Engine:
 
     model: see `threed.models.Model`, layers on the meta device, and a resolved configuration; or, with tp = pp = 1, any
     `nn.Module` whose forward takes the batch's tensors as keyword arguments and returns a loss. learning_rate,
-    loss_scale: in place of what the configuration says. transport: how stages talk; the topology's links unless a test
-    brings its own. Raises ConfigError for features that are not there, TypeError for what is no model, and
-    ValueError when ranks disagree about model or configuration, naming them.
+    loss_scale: in place of what the configuration says. transport: how stages talk, by default the topology's links.
+    Raises ConfigError for missing features, TypeError for what is no model, ValueError for a module that cannot be
+    wrapped, and when ranks disagree about model or configuration, naming them.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Engine:
 
     def _begin(self, microbatches: int) -> None:
         self._forwards_ended()  # nothing is left of a step that an error broke off
-        self._refuse_mixed_scales()
+        check_scales(self.config.precision.dtype, self.layout.slots)
         self.buffers.begin_step()
         if self.asynchronous is None:  # which begins when the step before has ended
             self.reducer.begin(microbatches)
@@ -201,19 +201,18 @@ class Engine:
         return self.wrapped.module
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
-        """The backward of one micro-batch of a wrapped module: of loss * weight, scaled as precision asks."""
+        """The backward of one micro-batch of a wrapped module: of loss * weight, scaled as precision asks. If it
+        raises, the step's gradients are discarded: `begin` the next step."""
         if not self._begun:
             raise RuntimeError("call Engine.begin(microbatches) first: gradients of the last step are in the way")
         began = time.perf_counter()
-        self._refuse_mixed_scales()
+        check_scales(self.config.precision.dtype, self.layout.slots)
+        self._begun = False
         with own_backward(self.reducer):
             torch.autograd.backward((loss * (self.optimizer.scaler.scale * weight).to(loss.dtype),))
+        self._begun = True
         self._pass_ended()
         self._backwards_s += time.perf_counter() - began
-
-    def _refuse_mixed_scales(self) -> None:
-        if self.config.precision.dtype == "fp16":
-            check_no_others(self.layout.slots)
 
     def zero_grad(self) -> None:
         """Drops all gradients so far: of the step that is under way, and those that other engines' losses brought."""
@@ -229,7 +228,7 @@ class Engine:
         times = [time.perf_counter()]
         self._begun = False
         self._take_in()
-        self._refuse_mixed_scales()
+        check_scales(self.config.precision.dtype, self.layout.slots)
         gradients = self.reducer.finish()
         times.append(time.perf_counter())
         self.buffers.end_step()  # refuses what must not change, while nothing is updated
@@ -289,8 +288,7 @@ class Engine:
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """The wrapped module, whole between steps: to read parameters, or to change them, alike on all ranks, which
-        stays. Collective."""
+        """The wrapped module, whole between steps, to read or (alike on all ranks) to change parameters. Collective."""
         module = self.module
         self._take_in()
         self.optimizer.settle()
@@ -320,6 +318,7 @@ class Engine:
 
     def _finish(self) -> None:
         """Brings the last step to its end: the weights are what they will be. Collective."""
+        self.reducer.recover()
         self.optimizer.validate()
         if self.asynchronous is not None:
             self.asynchronous.drain(self.executor.run)
@@ -337,6 +336,7 @@ class Engine:
         return torch.stack(losses).double().sum().view(1) / (self.optimizer.scaler.scale if scale is None else scale)
 
     def _micro_batches(self, batch: Batch, training: bool) -> list[MicroBatch]:
+        self.reducer.recover()
         scale = self.optimizer.scaler.scale if training else 1.0
         return self.batches.micro_batches(batch, self.steps, self.consumed, scale, training)
 

@@ -94,12 +94,13 @@ def _moved(cost: LayerCost, config: Config, device: str) -> LayerCost:
 
 def example(model: Model, config: Config, device: torch.device = META) -> MicroBatch:
     """A micro-batch on the meta device, or one of any values on another."""
-    rows, seq, wide = config.train.micro_batch, config.model.seq, dtype(config.precision.dtype)
+    rows, seq, precision = config.train.micro_batch, config.model.seq, config.precision
     ids = torch.arange(rows * seq, device=device).remainder(config.model.vocab or 1).view(rows, seq)
     batch = {"tokens": ids, "labels": ids.clone(), "samples": torch.arange(rows, device=device)}
     if (own := getattr(model, "example", None)) is not None:
+        casts = precision.cast_inputs
         batch = {"samples": batch["samples"]} | {
-            name: _on(device, value, wide if value.is_floating_point() else value.dtype)
+            name: _on(device, value, dtype(precision.dtype) if casts and value.is_floating_point() else value.dtype)
             for name, value in own(rows).items()
         }
     tokens, labels, samples = (batch.pop(name, None) for name in ("tokens", "labels", "samples"))

@@ -11,7 +11,7 @@ have padding behind its pieces.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -92,6 +92,29 @@ def attach(param: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
     """The same parameter, carrying `spec`."""
     param.spec = spec  # type: ignore[attr-defined]
     return param
+
+
+def is_managed(param: Tensor) -> bool:
+    """Returns whether an engine holds the parameter's values (`threed.zero.access`)."""
+    return hasattr(param, "access")
+
+
+def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises ValueError naming tensors that are not one block of memory, and can be neither sent nor saved."""
+    found = [
+        f"{name} ({'quantized' if value.is_quantized else value.layout})" for name, value in named
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested
+    ]  # fmt: skip
+    if found:
+        raise ValueError(
+            f"not dense: {few(found)}; register the dense parts of a sparse, quantized or nested tensor (its indices"
+            " and values) as buffers, and build the tensor from them in the forward"
+        )
+
+
+def few(names: Sequence[str]) -> str:
+    """Returns names as text, at most five of them."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def spec_of(param: Tensor) -> ShardSpec:

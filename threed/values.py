@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
@@ -164,6 +165,7 @@ Switch = Annotated[bool, BeforeValidator(_boolean), Takes("true|false")]
 AutoSwitch = Annotated[Literal["auto"] | bool, BeforeValidator(_auto_or_boolean), Takes("auto|true|false")]
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), Takes("TEXT")]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), Takes("PATH")]
+LocalPath = Annotated[PathText, AfterValidator(os.path.expanduser)]  # of this machine: ~ is the user's home
 Partition = Annotated[
     Literal["balanced", "uniform", "measured"] | tuple[int, ...],
     BeforeValidator(_partition),

@@ -10,7 +10,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from threed.config import ConfigError
 from threed.topology import Topology
+
+
+class EpochSampler(DistributedSampler[Any]):
+    """A DistributedSampler that shuffles anew in each epoch: after a complete pass, the next one is that of the next
+    epoch. `set_epoch` chooses another."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        self.epoch += 1
 
 
 def deepspeed_io(
@@ -20,12 +30,22 @@ def deepspeed_io(
     drop_last: bool,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> DataLoader[Any]:
-    """Returns a loader of this rank's share of a dataset, shuffled by DistributedSampler if not iterable."""
+    """Returns a loader of this rank's share of a dataset, shuffled by `EpochSampler` if it has a length.
+
+    Raises:
+        ConfigError: an IterableDataset (or anything without indices) with several data ranks, which would all read all
+            of it.
+    """
     axis = topology.axis("dp")
-    whole = isinstance(data, IterableDataset)
-    sampler: DistributedSampler[Any] | None = (
-        None if whole else DistributedSampler(data, num_replicas=axis.size, rank=axis.index)
-    )
+    streams = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
+    if streams and axis.size > 1:
+        problem = (
+            f"training_data: a {type(data).__name__} is iterable, without indices, and each of the {axis.size} data"
+            " ranks would train on all of its rows: make a DataLoader of the rank's own part (itertools.islice(rows,"
+            " rank, None, ranks), or datasets.distributed.split_dataset_by_node), and call engine.train_batch(iterator)"
+        )
+        raise ConfigError([problem])
+    sampler = None if streams else EpochSampler(data, num_replicas=axis.size, rank=axis.index)
     return DataLoader(
         data, micro_batch, sampler=sampler, collate_fn=collate, drop_last=drop_last,
         pin_memory=topology.device.type == "cuda",
@@ -40,14 +60,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def repeat(loader: DataLoader[Any]) -> Iterator[Any]:
     """Yields a loader's batches, epoch after epoch, each shuffled anew."""
-    epoch = 0
     while True:
-        if isinstance(loader.sampler, DistributedSampler):
-            loader.sampler.set_epoch(epoch)
         empty = True
         for batch in loader:
             empty = False
             yield batch
         if empty:
             raise ValueError("this rank's share of the training data has no batch")
-        epoch += 1

@@ -20,11 +20,13 @@ from torch.utils.data import DataLoader
 from threed import collectives, metrics
 from threed.atomic import building
 from threed.deepspeed.data import repeat, to_device
+from threed.deepspeed.missing import INSTEAD
 from threed.deepspeed.views import OptimizerView
-from threed.ds_config import Translation
+from threed.ds_config import PassedOptimizer, Translation
 from threed.engine import Engine, StepMetrics
 from threed.models.wrapped import loss_of
 from threed.topology import Topology
+from threed.zero.others import left
 
 LATEST = "latest"  # the file with the newest checkpoint's tag
 
@@ -32,16 +34,19 @@ LATEST = "latest"  # the file with the newest checkpoint's tag
 class DeepSpeedEngine:
     """A `threed.Engine` with DeepSpeed's interface; other attributes are looked up in the module.
 
-    engine: the wrapped engine. metrics: of the last step. micro_steps: calls of `step` so far. notes: the messages of
-    `initialize`.
+    passed: the optimizer that `initialize` has read. engine: the wrapped engine. metrics: of the last step.
+    micro_steps: calls of `step` so far, without those of steps that were given up. notes: the messages of `initialize`.
     """
 
-    def __init__(self, model: nn.Module, topology: Topology, translation: Translation) -> None:
+    def __init__(
+        self, model: nn.Module, topology: Topology, translation: Translation, passed: PassedOptimizer | None = None
+    ) -> None:  # fmt: skip
         t = self.translation = translation
         self.engine = Engine(model, topology, t.config, learning_rate=t.learning_rate, loss_scale=t.loss_scale)
         self.module, self.topology = model, topology
         self.device, self.global_rank, self.world_size = topology.device, topology.rank, topology.world
         self.optimizer = OptimizerView(self.engine, self.zero_grad)
+        self._passed = passed
         self.notes: tuple[str, ...] = translation.notes
         self.training_loader: DataLoader[Any] | None = None
         self.metrics: StepMetrics | None = None
@@ -54,7 +59,13 @@ class DeepSpeedEngine:
     def __getattr__(self, name: str) -> Any:
         if name == "module":  # not there yet
             raise AttributeError(name)
-        return getattr(self.module, name)
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            kind = type(self.module).__name__
+        if name in INSTEAD:
+            raise AttributeError(f"threed's engine does not offer {name}: use {INSTEAD[name]}")
+        raise AttributeError(f"neither threed's engine nor its module ({kind}) has an attribute {name!r}")
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -82,6 +93,9 @@ class DeepSpeedEngine:
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Runs the backward of one micro-batch's mean loss, as its share of the mean over micro-batches and ranks.
 
+        If it raises, the step is given up: gradients of its earlier micro-batches are discarded too, and the next
+        micro-batch is the first of a new step.
+
         scale_wrt_gas: whether to divide by the accumulation steps. Returns the loss. RuntimeError when `step` was
         not called after the last one.
         """
@@ -94,15 +108,38 @@ class DeepSpeedEngine:
         self._begin()
         weight = 1.0 / (self.topology.dp * (self.translation.accumulation if scale_wrt_gas else 1))
         wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()  # for the loss scale to fit
-        self.engine.backward(wide, weight)
+        try:
+            self.engine.backward(wide, weight)
+        except BaseException as error:
+            self._give_up_step(error)
+            raise
         self._loss += loss.detach().double() * weight
         self._pending = True
         return loss
 
+    def _give_up_step(self, error: BaseException) -> None:
+        """Discards the step that is under way, and notes on the error that micro-batches before it are lost."""
+        if done := self.micro_steps % self.translation.accumulation:
+            error.add_note(
+                f"threed: the step is given up, with its {done} earlier micro-batches of"
+                f" {self.translation.accumulation}; the next micro-batch is the first of a new step"
+            )
+        self.engine.reducer.give_up()
+        self.micro_steps -= done
+        self._open = self._pending = False
+        self._loss = torch.zeros_like(self._loss)
+
     def step(self) -> None:
-        """Ends a micro-batch; at the accumulation boundary, does one optimizer step. Collective there."""
-        if not self._pending:
+        """Ends a micro-batch; at the accumulation boundary, does one optimizer step. Collective there.
+
+        Raises RuntimeError if there is no gradient: neither a backward of this engine, nor one of another engine whose
+        loss depends on this module.
+        """
+        if not self._pending and not left(self.engine.layout.slots):
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
+        self._begin()
+        if self._passed is not None:
+            self._passed.check()
         if self.is_gradient_accumulation_boundary():
             self.metrics = self.engine.update(self._loss)
             self._loss = torch.zeros_like(self._loss)
@@ -115,11 +152,14 @@ class DeepSpeedEngine:
         return (self.micro_steps + 1) % self.translation.accumulation == 0
 
     def _check_boundary(self, what: str, instead: str) -> None:
+        self.engine.reducer.recover()
         if self._pending or self.micro_steps % self.translation.accumulation:
             raise RuntimeError(f"{what} in the middle of a step: {instead}")
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Does a whole optimizer step from an iterator over micro-batches, by default of training_data without end.
+
+        If it raises, the step is given up, as in `backward`.
 
         A micro-batch: a dict of keyword arguments, a sequence of positional ones, or a tensor; the module returns the
         loss, or something with one (`threed.models.wrapped.loss_of`). Returns the mean loss over micro-batches
@@ -128,9 +168,13 @@ class DeepSpeedEngine:
         self._check_boundary("train_batch", "call engine.step() until the boundary first")
         source = self._endless() if data_iter is None else data_iter
         self.module.train()
-        for _ in range(self.translation.accumulation):
-            self.backward(loss_of(self._run(next(source))))
-            self.step()
+        try:
+            for _ in range(self.translation.accumulation):
+                self.backward(loss_of(self._run(next(source))))
+                self.step()
+        except BaseException as error:
+            self._give_up_step(error)
+            raise
         assert self.metrics is not None
         return self.metrics.loss_tensor
 
@@ -140,6 +184,7 @@ class DeepSpeedEngine:
         beyond the vocabulary. Collective."""
         n, wrapped = self.translation.accumulation, self.engine.wrapped
         assert wrapped is not None
+        self.engine.reducer.recover()
         self.engine.buffers.agree()
         with wrapped.evaluating(), self.engine.faults.apart():
             losses = [loss_of(self._run(next(data_iter))).double().reshape(1) for _ in range(n)]

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from threed import collectives
 from threed.config import ConfigError
 from threed.deepspeed.data import deepspeed_io
 from threed.deepspeed.engine import DeepSpeedEngine
 from threed.deepspeed.views import OptimizerView, SchedulerView
-from threed.ds_config import ModelFacts, find_groups, read, read_optimizer, translate
+from threed.ds_config import ModelFacts, PassedOptimizer, find_groups, read, read_optimizer, translate
 from threed.precision import DTYPES
 from threed.topology import Topology
 
@@ -47,18 +48,23 @@ def initialize(
             notes.append("optimizer: no effect: the one passed to initialize is used")
         ds["optimizer"], text = read_optimizer(optimizer)
         notes.append(text)
-    groups = find_groups(model, optimizer.param_groups if optimizer is not None else model_parameters)
+        if model_parameters is not None:
+            notes.append("model_parameters: no effect: the groups of the passed optimizer are used")
+    given = optimizer.param_groups if optimizer is not None else model_parameters
+    groups = find_groups(model, given, _hyper_parameters(ds))
     facts = find_facts(model)
     topology = topology or Topology()
+    collectives.exchange(None, topology.axis("world"))  # none raises while others connect
     translation = translate(ds, topology.dp, facts, groups)
-    engine = DeepSpeedEngine(model, topology, translation)
+    loader = None
+    if training_data is not None:
+        loader = deepspeed_io(training_data, topology, translation.micro_batch, translation.drop_last, collate_fn)
+    passed = None if optimizer is None else PassedOptimizer(optimizer)
+    engine = DeepSpeedEngine(model, topology, translation, passed)
+    engine.training_loader = loader
     engine.notes = (*notes, *translation.notes)
     if topology.rank == 0:
         print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
-    if training_data is not None:
-        engine.training_loader = deepspeed_io(
-            training_data, topology, translation.micro_batch, translation.drop_last, collate_fn
-        )
     scheduler = None if translation.learning_rate is None else SchedulerView(engine.optimizer)
     return engine, engine.optimizer, engine.training_loader, scheduler
 
@@ -70,6 +76,13 @@ def find_facts(model: nn.Module) -> ModelFacts:
         counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()
     names = {dtype: name for name, dtype in DTYPES.items()}
     return ModelFacts(_hidden_size(getattr(model, "config", None)), names.get(max(counts, key=counts.__getitem__)))
+
+
+def _hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns optimizer.params of a ds_config, empty if that is not an object of keys (which `translate` refuses)."""
+    section = ds.get("optimizer")
+    params = section.get("params") if isinstance(section, Mapping) else None
+    return params if isinstance(params, Mapping) else {}
 
 
 def _hidden_size(config: object) -> int | None:

@@ -11,11 +11,39 @@ from threed.engine import Engine
 from threed.zero.layout import GroupOptions
 
 
-class ParamGroup(dict[str, Any]):
-    """A parameter group that is read only."""
+def _refuse(name: str) -> Callable[..., NoReturn]:
+    def method(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            f"optimizer.param_groups is read-only ({name}): it shows values of the engine; write learning rates into"
+            ' the config\'s "scheduler", and rates and decays of groups into model_parameters'
+        )
 
-    def __setitem__(self, key: str, value: Any) -> NoReturn:
-        raise TypeError(f"{key} of a parameter group is not set from outside: write the config's scheduler")
+    return method
+
+
+class ParamGroup(dict[str, Any]):
+    """A parameter group that is read-only: methods that change a dict raise TypeError."""
+
+    __setitem__ = __delitem__ = _refuse("item assignment")
+    __ior__ = _refuse("|=")
+    update, setdefault = _refuse("update"), _refuse("setdefault")
+    pop, popitem, clear = _refuse("pop"), _refuse("popitem"), _refuse("clear")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class ReadOnlyList(list[Any]):
+    """A list that is read-only: methods that change a list raise TypeError."""
+
+    __setitem__ = __delitem__ = _refuse("item assignment")
+    __iadd__, __imul__ = _refuse("+="), _refuse("*=")
+    append, extend, insert = _refuse("append"), _refuse("extend"), _refuse("insert")
+    pop, remove, clear = _refuse("pop"), _refuse("remove"), _refuse("clear")
+    sort, reverse = _refuse("sort"), _refuse("reverse")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
 
 
 class OptimizerView:
@@ -25,7 +53,7 @@ class OptimizerView:
         self._engine, self._zero_grad = engine, zero_grad
 
     @property
-    def param_groups(self) -> list[ParamGroup]:
+    def param_groups(self) -> list[Any]:
         """One group for each learning rate and decay: its params, the next update's lr, weight_decay and the rest."""
         optim, steps = self._engine.config.optim, self._engine.optimizer
         lr = float(steps.learning_rate(steps.updates))
@@ -37,10 +65,12 @@ class OptimizerView:
         for name, param in self._engine.module.named_parameters():  # safe to read while they are slices
             if name in rates_of:
                 found.setdefault(rates_of[name], []).append(param)
-        return [
-            ParamGroup(params=params, lr=lr * rates.factor, weight_decay=rates.decay, **rest)
+        return ReadOnlyList(
+            ParamGroup(params=ReadOnlyList(params), lr=lr * rates.factor, weight_decay=rates.decay, **rest)
             for rates, params in found.items()
-        ]
+        )
+
+    add_param_group = _refuse("add_param_group")
 
     @property
     def loss_scale(self) -> float:

@@ -13,11 +13,12 @@ Names, defaults and formulas are those of DeepSpeed 0.19.8 (deepspeed/runtime/co
 precision_config.py, zero/config.py, lr_schedules.py).
 """
 
-from threed.ds_config.optimizers import Group, find_groups, read_optimizer
+from threed.ds_config.optimizers import Group, PassedOptimizer, find_groups, read_optimizer
 from threed.ds_config.schedulers import LearningRate
 from threed.ds_config.section import read
 from threed.ds_config.translate import ModelFacts, Translation, translate
 
 __all__ = [
-    "Group", "LearningRate", "ModelFacts", "Translation", "find_groups", "read", "read_optimizer", "translate",
+    "Group", "LearningRate", "ModelFacts", "PassedOptimizer", "Translation", "find_groups", "read", "read_optimizer",
+    "translate",
 ]  # fmt: skip

@@ -51,7 +51,7 @@ def _find_place(zero: Section, key: str, table: Table) -> tuple[str, str | None]
     else:
         section.ignore("nvme_path", NO_NVME)
     section.close(table.off("nothing is offloaded") if device == "none" else table)
-    return device, path and os.fspath(path)
+    return device, path and os.path.expanduser(path)
 
 
 def _no_folder(value: Any) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,15 @@ import torch
 from torch import nn
 
 from threed.config import ConfigError
+from threed.sharding import few
 
+NO_SCHEDULERS = (
+    "initialize reads an optimizer's values once, and the engine makes the steps; pass one without a scheduler, and"
+    ' write the config\'s "scheduler" (WarmupLR, WarmupDecayLR or WarmupCosineLR)'
+)
+DECOUPLED = "decoupled_weight_decay"
+HYPER_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.0, "dampening": 0}
+HYPER = frozenset((*HYPER_DEFAULTS, "nesterov", "amsgrad", "maximize"))
 READ = {
     torch.optim.AdamW: ("AdamW", ("betas", "eps", "amsgrad", "maximize")),
     torch.optim.Adam: ("Adam", ("betas", "eps", "amsgrad", "maximize")),
@@ -28,31 +37,86 @@ class Group:
 
 
 def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
-    """A torch AdamW, Adam or SGD as a ds_config's "optimizer", and a note that names what was read.
+    """Returns a torch AdamW, Adam or SGD as a ds_config's "optimizer", and a note that names what was read.
 
-    ConfigError for other classes, for one that has made steps, and for groups that differ in more than lr and decay.
+    Its learning rate is that of the first group that is trained.
+
+    Raises:
+        ConfigError: another class; an optimizer that has made steps, or that a scheduler drives; groups that differ in
+            more than lr and decay.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) not in READ:
         name = type(optimizer).__name__
         raise ConfigError([f"optimizer: {name} is not there: pass torch's AdamW, Adam or SGD, or use the config's"])
+    if is_scheduled(optimizer):
+        raise ConfigError([f"optimizer: a learning rate scheduler drives it: {NO_SCHEDULERS}"])
     if optimizer.state:
         raise ConfigError(["optimizer: has made steps, and its moments would be lost: pass a fresh one"])
     name, keys = READ[type(optimizer)]
     first, *others = optimizer.param_groups
-    if differ := [key for key in keys if any(group[key] != first[key] for group in others)]:
+    if differ := [key for key in (*keys, DECOUPLED) if any(group.get(key) != first.get(key) for group in others)]:
         raise ConfigError([f"optimizer: groups differ in {', '.join(differ)}: only lr and weight_decay may"])
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    if not any(rates):
+        raise ConfigError(["optimizer: lr is 0 in every group: nothing would be trained; give the learning rate"])
     params = {key: first[key] for key in keys if first[key] is not False}
-    params |= {"lr": float(first["lr"]), "weight_decay": first["weight_decay"]}
+    params |= {"lr": next(rate for rate in rates if rate), "weight_decay": first["weight_decay"]}
     if name == "Adam":
-        params["adam_w_mode"] = False
+        params["adam_w_mode"] = bool(first.get(DECOUPLED))
     said = ", ".join(f"{key} {value}" for key, value in params.items())
     return {"type": name, "params": params}, f"optimizer: torch.optim.{name} as passed, with {said}"
 
 
-def find_groups(model: nn.Module, given: Iterable[Any] | None) -> tuple[Group, ...]:
-    """Parameter groups, by name, from parameters or from dicts with 'params'; none where all are alike.
+def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether a scheduler of torch's (or one derived from it, as Hugging Face's) was made for an optimizer."""
+    return "step" in vars(optimizer) or any("initial_lr" in group for group in optimizer.param_groups)
 
-    ConfigError when they are not exactly the model's parameters that require gradients.
+
+class PassedOptimizer:
+    """Watches an optimizer that was passed to `initialize`, whose values were read there: later changes of its groups,
+    and calls of its `step`, have no effect and raise RuntimeError."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._read = self._values()
+        optimizer.register_step_pre_hook(_refuse_step)
+
+    def check(self) -> None:
+        """Raises RuntimeError if a group has other values than those that were read, or a scheduler was made for it."""
+        now = self._values()
+        for number, (group, read) in enumerate(zip(now, self._read, strict=False)):
+            if changed := [key for key in read if group.get(key) != read[key]]:
+                what = ", ".join(f"{key} from {read[key]} to {group.get(key)}" for key in changed)
+                raise RuntimeError(f"param_groups[{number}] of the passed optimizer changed {what}: {NO_SCHEDULERS}")
+        if len(now) != len(self._read):
+            raise RuntimeError("add_param_group on the passed optimizer: pass all groups to initialize")
+        if is_scheduled(self._optimizer):
+            raise RuntimeError(f"a learning rate scheduler was made for the passed optimizer: {NO_SCHEDULERS}")
+
+    def _values(self) -> list[dict[str, Any]]:
+        keys = ("lr", "weight_decay", *READ[type(self._optimizer)][1])
+        return [{key: _plain(group.get(key)) for key in keys} for group in self._optimizer.param_groups]
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, torch.Tensor) else value
+
+
+def _refuse_step(*_: Any) -> None:
+    raise RuntimeError("step() of an optimizer that was passed to threed.initialize: call engine.step()")
+
+
+def find_groups(
+    model: nn.Module, given: Iterable[Any] | None, params: Mapping[str, Any] | None = None
+) -> tuple[Group, ...]:
+    """Returns parameter groups, by name, from parameters or from dicts with 'params'; none if no group has an lr or
+    weight_decay.
+
+    params: the optimizer's hyper-parameters, as in a ds_config; others in a group must be equal to them.
+
+    Raises:
+        ConfigError: they are not exactly the model's parameters that require gradients, each once; or a group has other
+            hyper-parameters than the optimizer.
     """
     if given is None:
         return ()
@@ -60,20 +124,37 @@ def find_groups(model: nn.Module, given: Iterable[Any] | None) -> tuple[Group, .
     wanted = {names[id(param)] for param in model.parameters() if param.requires_grad}
     items = list(given)
     dicts: list[Mapping[str, Any]] = [item if isinstance(item, Mapping) else {"params": [item]} for item in items]
-    groups, unknown = [], 0
-    for item in dicts:
-        params = [item["params"]] if isinstance(item["params"], torch.Tensor) else list(item["params"])
-        unknown += sum(id(param) not in names for param in params)
-        own = tuple(names[id(p)] for p in params if id(p) in names and p.requires_grad)
-        lr = item.get("lr")
-        groups.append(Group(own, None if lr is None else float(lr), item.get("weight_decay")))
-    problems = [f"model_parameters: {unknown} of them are not the model's"] if unknown else []
-    if missing := sorted(wanted - {name for group in groups for name in group.names}):
-        problems.append(f"model_parameters: without {_few(missing)}: set requires_grad_(False) on what is not trained")
+    groups, unknown, problems = [], 0, []
+    for number, item in enumerate(dicts):
+        if "params" not in item:
+            raise ConfigError(
+                [f"model_parameters[{number}]: no 'params': a group is a dict of its parameters and values"]
+            )
+        members = [item["params"]] if isinstance(item["params"], torch.Tensor) else list(item["params"])
+        unknown += sum(id(param) not in names for param in members)
+        own = tuple(names[id(p)] for p in members if id(p) in names and p.requires_grad)
+        lr, decay = item.get("lr"), item.get("weight_decay")
+        groups.append(Group(own, None if lr is None else float(lr), None if decay is None else float(decay)))
+        problems += [f"model_parameters[{number}]: {text}" for text in _other_values(item, params or {})]
+    counts = Counter(name for group in groups for name in group.names)
+    if unknown:
+        problems.append(f"model_parameters: {unknown} of them are not the model's")
+    if missing := sorted(wanted - set(counts)):
+        problems.append(f"model_parameters: without {few(missing)}: set requires_grad_(False) on what is not trained")
+    if twice := sorted(name for name, count in counts.items() if count > 1):
+        problems.append(f"model_parameters: {few(twice)} in more than one group, or twice in one")
     if problems:
         raise ConfigError(problems)
-    return tuple(groups) if len({(group.lr, group.weight_decay) for group in groups}) > 1 else ()
+    return tuple(groups) if any((group.lr, group.weight_decay) != (None, None) for group in groups) else ()
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def _other_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what a group asks for that cannot differ between groups, and is not the optimizer's value."""
+    if "initial_lr" in group:
+        yield f"initial_lr, so a learning rate scheduler drives it: {NO_SCHEDULERS}"
+    for key in HYPER.intersection(group):
+        own, common = _plain(group[key]), params.get(key, "auto")
+        common = HYPER_DEFAULTS.get(key, False) if common == "auto" else common
+        own, common = (tuple(value) if isinstance(value, list) else value for value in (own, common))
+        if own != common:
+            yield f"{key} {own}, but the optimizer's is {common}: only lr and weight_decay may differ between groups"

@@ -67,10 +67,10 @@ def translate(
     clip = top.number("gradient_clipping", 1.0, least=0, auto=Auto(1.0, SHARED))
     precision, scale = _precision(top, model)
     zero = _zero(top, world, model, BYTES[precision["grad_dtype"]])
-    optim = _optimizer(top)
+    optim = _optimizer(top, any(group.weight_decay for group in groups))
     scheduler = top.section("scheduler")
     rate = learning_rate(scheduler, optim["lr"])
-    optim["groups"] = _groups(scheduler, groups, rate, optim["weight_decay"])
+    optim["groups"] = _groups(scheduler, groups, rate, optim["lr"], optim["weight_decay"])
     drop_last = top.switch("dataloader_drop_last", False)
     settle_aio(top, "nvme_path" in zero)
     top.section("checkpoint").close(keys.CHECKPOINT)
@@ -224,7 +224,8 @@ def _shard_size(zero: Section, world: int) -> int | None:
     return int(size)
 
 
-def _optimizer(top: Section) -> dict[str, Any]:
+def _optimizer(top: Section, group_decay: bool) -> dict[str, Any]:
+    """group_decay: whether a parameter group has a decay of its own."""
     section = top.section("optimizer")
     optim: dict[str, Any] = {"lr": 1e-3, "warmup": 0, "schedule": "constant", "weight_decay": 0.0}
     if not section.values:
@@ -245,7 +246,7 @@ def _optimizer(top: Section) -> dict[str, Any]:
         optim["betas"] = tuple(params.take("betas", (0.9, 0.999), _no_betas, Auto((0.9, 0.999), SHARED)))
     if optim["name"] == "adamw":
         optim["eps"] = params.number("eps", 1e-8, above=0, auto=Auto(1e-8, SHARED))
-        if not params.switch("adam_w_mode", True) and name == "adam" and decay:
+        if not params.switch("adam_w_mode", True) and name == "adam" and (decay or group_decay):
             params.problem("adam_w_mode", "decay as part of the gradient is not there: use true, or weight_decay 0")
     params.close(keys.PARAMS, {"sgd": keys.SGD, "lion": keys.LION}.get(name, keys.ADAM))
     return optim
@@ -259,12 +260,17 @@ def _no_betas(value: Any) -> str:
 
 
 def _groups(
-    scheduler: Section, groups: Sequence[Group], rate: LearningRate | None, decay: float
+    scheduler: Section, groups: Sequence[Group], rate: LearningRate | None, lr: float, decay: float
 ) -> tuple[dict[str, Any], ...]:
-    """The groups of `optim`. The last one matches all: threed spares norms and biases from decay, DeepSpeed nothing."""
-    if rate is not None and not rate.relative and len({group.lr for group in groups}) > 1:
+    """The groups of `optim`, if any has another rate or decay than the optimizer. The last one matches all: threed
+    spares norms and biases from decay, DeepSpeed nothing."""
+    rates = {lr if group.lr is None else group.lr for group in groups}
+    decays = {decay if group.weight_decay is None else group.weight_decay for group in groups}
+    if rate is not None and not rate.relative and rates - {lr}:
         scheduler.note("params.warmup_max_lr", "one learning rate for all parameter groups, as in DeepSpeed")
         groups = [Group(group.names, None, group.weight_decay) for group in groups]
+        rates = {lr}
+    groups = groups if rates - {lr} or decays - {decay} else ()
     own = tuple(
         {"match": glob.escape(name), "lr": group.lr, "weight_decay": group.weight_decay}
         for group in groups

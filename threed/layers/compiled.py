@@ -26,8 +26,9 @@ from threed import collectives
 from threed.layers import linear, tiled
 from threed.layers.dropout import Dropout
 from threed.layers.running import lent
-from threed.layers.slicing import Slicing
+from threed.layers.slicing import Slicing, has_gradient_hooks
 from threed.ops import matmul
+from threed.sharding import spec_of
 
 RECOMPILES = 64  # graphs of one function: kinds of blocks, with and without gradients, sizes
 
@@ -71,7 +72,12 @@ def _product_backward(dy: Tensor, whole: Tensor, weight: Tensor, parts: int, nee
         else:
             dx, *rest = tiled.gradients(dy, whole, tiles, (tiles, bias), f, (need[0], need[2]))
     if any(gradient is not None for gradient in rest):
-        raise RuntimeError("a compiled layer needs an engine, which takes its gradients")
+        hooked = [spec_of(param).name for param in (*tiles, bias) if param is not None and has_gradient_hooks(param)]
+        raise RuntimeError(
+            f"{', '.join(hooked)}: gradient hooks do not run on weights of compiled layers; use --run.compile false"
+            if hooked
+            else "a compiled layer needs an engine, which takes its gradients"
+        )
     return whole.new_empty(0) if dx is None else dx
 
 

@@ -107,7 +107,4 @@ def held(module: nn.Module, name: str) -> Tensor | None:
 
 def goes_to_sink(param: Tensor | None) -> bool:
     """Returns whether a parameter has no gradient, or a sink takes it and no hook of another's."""
-    if param is None or not param.requires_grad:
-        return True
-    others = len(param._post_accumulate_grad_hooks or ()) > 1  # one is the sink's
-    return sink_of(param) is not None and not (others or param._backward_hooks)
+    return param is None or not param.requires_grad or sink_of(param) is not None

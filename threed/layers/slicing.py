@@ -123,7 +123,8 @@ class MicroBatch:
     tokens, labels: int64 [b s]; a label below 0 is not counted. samples: int64 [b], global sample indices.
     weight: what the sum of token losses is multiplied by, 1 / the step's global number of valid labels (a scalar
     tensor; of rows where there are no integer labels). step and training rule dropout. inputs: the batch's other
-    tensors [b ...], floats in the compute dtype; for a wrapped module all of its keyword arguments.
+    tensors [b ...], in their own dtypes unless precision.cast_inputs is on; for a wrapped module all of its keyword
+    arguments.
     """
 
     tokens: Tensor | None = None
@@ -192,8 +193,17 @@ class GradSink(Protocol):
 
 
 def sink_of(weight: Tensor) -> GradSink | None:
-    """Returns the sink of a parameter, if it has one."""
-    return getattr(weight, "sink", None)
+    """Returns the sink that takes a parameter's gradient.
+
+    None if it has no sink, or if a user's hook must see the gradient first: then it goes through autograd, whose last
+    hook moves it to the sink.
+    """
+    return None if has_gradient_hooks(weight) else getattr(weight, "sink", None)
+
+
+def has_gradient_hooks(param: Tensor) -> bool:
+    """Returns whether a parameter has gradient hooks in addition to its sink's post-accumulate hook."""
+    return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
 
 
 def for_autograd(x: Tensor, *params: Tensor | None) -> tuple[Tensor | None, ...]:

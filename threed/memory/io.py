@@ -22,6 +22,7 @@ import mmap
 import os
 import threading
 import uuid
+import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -48,6 +49,21 @@ _FIXES = {
 
 class SwapError(OSError):
     """I/O on a swap file failed: the message names rank, operation, place and file, and what to do."""
+
+
+def _make_folder(folder: str) -> None:
+    """Makes a folder that is missing, and warns: it may be the mount point of a drive that is not mounted."""
+    if os.path.lexists(folder):
+        return
+    os.makedirs(folder, exist_ok=True)
+    mount = folder
+    while not os.path.ismount(mount):
+        mount = os.path.dirname(mount)
+    warnings.warn(
+        f"the folder for swap files {folder} did not exist and was made, on the file system mounted at {mount}: if a"
+        " drive should be there, end the run and mount it",
+        stacklevel=4,
+    )
 
 
 class Backend(Protocol):
@@ -117,7 +133,7 @@ class Disk:
         self._under_way: dict[int, Transfer] = {}
         self._size, self._free = 0, dict[int, list[int]]()
         try:
-            os.makedirs(folder, exist_ok=True)
+            _make_folder(os.path.abspath(folder))
             self._fd, self.direct = _open(self.path)
         except OSError as error:
             raise self._error(error.errno, f"cannot make {self.path}: {error.strerror}") from None

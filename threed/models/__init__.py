@@ -6,6 +6,7 @@ from typing import Protocol, cast
 
 from torch import nn
 
+from threed import collectives
 from threed.config import ConfigError, ModelConfig
 from threed.layers import Slicing
 from threed.models.decoder import Decoder as Decoder
@@ -33,7 +34,7 @@ class Model(Protocol):
 
 def as_model(model: Model | nn.Module, topology: Topology) -> Model:
     """The model that is given, wrapped if it is any other module. TypeError for what is none, ConfigError for a module
-    that would have to be cut."""
+    that would have to be cut, ValueError on every rank for one that any rank cannot wrap. Collective."""
     if isinstance(getattr(model, "slicing", None), Slicing):  # of threed.layers, or wrapped already
         return cast(Model, model)
     if not isinstance(model, nn.Module):
@@ -43,7 +44,14 @@ def as_model(model: Model | nn.Module, topology: Topology) -> Model:
         sizes = f"pp {topology.pp} or tp {topology.tp}"
         fix = "build it from threed.layers (examples/custom_model.py), or use pp 1 and tp 1"
         raise ConfigError([f"{type(model).__name__} cannot be cut by {sizes}: {fix}"])
-    return Wrapped(model)
+    problem = ""
+    try:
+        wrapped = Wrapped(model)
+    except ValueError as error:
+        problem = str(error)
+    if found := next(filter(None, collectives.exchange(problem, topology.axis("world"))), None):
+        raise ValueError(found)
+    return wrapped
 
 
 def build(config: ModelConfig, slicing: Slicing) -> Model:

@@ -23,7 +23,7 @@ from torch import nn
 from threed import collectives
 from threed.layers.slicing import Slicing
 from threed.planner.grid import same_place
-from threed.sharding import ModelError, ShardSpec, intersect
+from threed.sharding import ModelError, ShardSpec, check_dense, intersect, is_managed
 from threed.topology import Axis
 
 MOST = 8  # problems that one message lists
@@ -65,12 +65,17 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, tensor: Axis, world: Ax
         )
     for number, layer in enumerate(layers):
         name = label(layer, number)
+        check_dense((f"{name}: buffer {path}", buffer) for path, buffer in layer.named_buffers())
         for path, param in layer.named_parameters(remove_duplicate=False):
             spec = getattr(param, "spec", None)
-            if param._backward_hooks or param._post_accumulate_grad_hooks:
+            if is_managed(param):
                 problems.append(
-                    f"{name}: parameter {path} has a hook on its gradient, which would never be called, for gradients"
-                    " do not pass through autograd: change the weight in the layer's forward (a mask, a scale) instead"
+                    f"{name}: parameter {path} belongs to another engine: build the layer anew for this one"
+                )
+            elif param._backward_hooks or param._post_accumulate_grad_hooks:
+                problems.append(
+                    f"{name}: parameter {path} has a gradient hook, which would be lost, for the engine replaces"
+                    " parameters on the meta device: register hooks after the engine is made"
                 )
             if spec is None:
                 problems.append(

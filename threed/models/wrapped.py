@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -23,7 +24,7 @@ from torch.nn.parameter import UninitializedParameter
 from threed import collectives
 from threed.layers.slicing import MicroBatch, Slicing
 from threed.models.counting import Inputs, Items
-from threed.sharding import Box, Piece, ShardSpec, attach
+from threed.sharding import Box, Piece, ShardSpec, attach, check_dense, few, is_managed
 from threed.topology import Axis
 
 
@@ -45,6 +46,21 @@ def loss_of(output: Any) -> Tensor:
             " threed.models.Wrapped(module, loss=...)"
         )
     return found.reshape(())
+
+
+@contextmanager
+def noting_dtypes(inputs: Inputs) -> Iterator[None]:
+    """Adds a note about the batch's dtypes to an error about dtypes."""
+    try:
+        yield
+    except RuntimeError as error:
+        floats = [f"{k} is {v.dtype}" for k, v in inputs.items() if isinstance(v, Tensor) and v.is_floating_point()]
+        if "dtype" in str(error) and floats:
+            error.add_note(
+                f"threed: a batch's tensors keep their dtype ({', '.join(floats)}): cast them in the module's forward,"
+                " or set precision.cast_inputs"
+            )
+        raise
 
 
 class Unit:
@@ -100,7 +116,7 @@ class Wrapped(nn.Module):
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
         """The micro-batch's weighted loss."""
         inputs, weight, items = micro.inputs or {}, micro.weight, self.count if isinstance(self.count, Items) else None
-        with nullcontext() if items is None else items.watching(inputs):
+        with nullcontext() if items is None else items.watching(inputs), noting_dtypes(inputs):
             loss = self.loss(self.module(**inputs))
         loss = loss if loss.dtype == torch.float64 else loss.float()
         if weight is None:
@@ -197,11 +213,33 @@ def check(module: nn.Module) -> None:
     """Raises ValueError naming what cannot be wrapped."""
     if "_threed" in module.__dict__:
         raise ValueError(f"this {type(module).__name__} belongs to an engine already: build it anew for another one")
-    for name, param in module.named_parameters():
+    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    if shared := [name for name, param in params.items() if is_managed(param)]:
+        raise ValueError(
+            f"{few(shared)}: shared with a module that has an engine, which keeps the values and gradients of a"
+            " parameter in its own buffers; make one engine of one nn.Module that holds both, or give this one a copy"
+        )
+    for name, param in params.items():
         if isinstance(param, UninitializedParameter):
             raise ValueError(f"{name} has no shape yet: run the module once before it is wrapped")
         if not param.is_floating_point():
             raise ValueError(f"{name} is {param.dtype}: only real floating-point parameters can be trained or sliced")
+    check_dense((params | buffers).items())
+    _check_one_dtype(params)
+
+
+def _check_one_dtype(params: Mapping[str, nn.Parameter]) -> None:
+    counts: Counter[torch.dtype] = Counter()
+    for param in params.values():
+        counts[param.dtype] += param.numel()
+    if len(counts) > 1:
+        most, _ = counts.most_common(1)[0]
+        others = [f"{name} ({param.dtype})" for name, param in params.items() if param.dtype != most]
+        raise ValueError(
+            f"parameters have several dtypes: {few(others)}, all others {most}. All parameters of an engine have one"
+            f" dtype, and fp32 masters: convert the module with module.to({most}) (or module.float()), and compute in"
+            " another precision by casts in the forward, such as F.linear(x.float(), self.weight.float())"
+        )
 
 
 def find_problems(module: nn.Module, data_ranks: int) -> list[str]:
@@ -223,7 +261,7 @@ def stays_wide(owner: nn.Module, key: str) -> bool:
 
 def refuse_loading(module: nn.Module, *_: Any) -> None:
     """A wrapped module's own `load_state_dict` would miss slices and masters; a copy of the module may use its."""
-    if any("access" in param.__dict__ for param in module.parameters()):
+    if any(map(is_managed, module.parameters())):
         raise RuntimeError("the engine has this module's weights: use Engine.load_full_state_dict, or Engine.load")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from threed import collectives
 from threed.config import Config
@@ -47,3 +48,12 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
         for rank, other in zip(axis.ranks, collectives.exchange(mine, axis), strict=True):
             if other != mine:
                 raise ValueError(f"rank {rank} cut its parameters into other buckets than rank {topology.rank}")
+
+
+def check_gathers(orders: Sequence[int]) -> None:
+    """Raises RuntimeError unless all ranks gathered the same in a step. orders: a hash of the gathers of each rank."""
+    if len(set(orders)) > 1:
+        raise RuntimeError(
+            "ranks used different parameters in this step, or in another order: ZeRO-3 gathers a parameter on all"
+            " ranks at once; route alike on all ranks, or use --zero.stage 2"
+        )

@@ -6,7 +6,7 @@ none; `leave`, the window of a bucket to be sent; `left`, when that window is no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -201,6 +201,17 @@ def _gaps(bucket: Bucket) -> list[tuple[int, int]]:
     if at < bucket.last:
         gaps.append((at - bucket.first, bucket.last - bucket.first))
     return gaps
+
+
+def window_of(bucket: Bucket, gradients: Mapping[Slot, Tensor], dtype: torch.dtype) -> Tensor:
+    """Returns a bucket's window [last - first] of some parameters' gradients, zero elsewhere."""
+    window = torch.zeros(bucket.last - bucket.first, dtype=dtype, device=bucket.group.params.device)
+    for slot in bucket.slots():
+        if slot in gradients:
+            first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
+            part = gradients[slot].view(-1)[first - slot.first : last - slot.first]
+            window[first - bucket.first : last - bucket.first].copy_(part)
+    return window
 
 
 def early_sum(bucket: Bucket) -> tuple[Axis, ...]:

@@ -10,20 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from torch import Tensor
 
 from threed.zero.layout import Slot
 
+
+class Owner(Protocol):
+    """The part of `Reducer` that a running backward uses."""
+
+    def give_up(self) -> None: ...
+
+
 _running: list[object] = []  # owners of the running backwards, the innermost last; global, as autograd's engine is
 
 
 @contextmanager
-def own_backward(owner: object) -> Iterator[None]:
-    """Marks the backwards in the block as the owner's."""
+def own_backward(owner: Owner) -> Iterator[None]:
+    """Marks the backwards in the block as the owner's, whose step is given up if the block raises."""
     _running.append(owner)
     try:
         yield
+    except BaseException:
+        owner.give_up()
+        raise
     finally:
         _running.pop()
 
@@ -44,9 +55,9 @@ def left(slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
     return [(slot, slot.param.grad) for slot in slots if slot.param.grad is not None]
 
 
-def check_no_others(slots: Iterable[Slot]) -> None:
-    """Raises RuntimeError where a gradient has another engine's loss scale."""
-    for slot, _ in left(slots):
+def check_scales(dtype: str, slots: Iterable[Slot]) -> None:
+    """Raises RuntimeError if a gradient has another engine's loss scale. dtype: of the configuration."""
+    for slot, _ in left(slots) if dtype == "fp16" else ():
         raise RuntimeError(
             f"{slot.spec.name}: another engine's backward left a gradient, with that engine's loss scale: call"
             " zero_grad() before this engine's backward"

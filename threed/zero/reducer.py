@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -29,28 +29,15 @@ from threed.memory.tiers import InMemory, StagedBuffer, start_copy
 from threed.planner.memory import BUCKETS_IN_FLIGHT
 from threed.topology import Axis
 from threed.zero import gradients as sums
+from threed.zero.agreement import check_gathers
 from threed.zero.deferral import Deferral
 from threed.zero.early import Early
 from threed.zero.gradients import BucketGradients, FullGradients, Gradient, Gradients, InFlight, early_sum, later_sums
 from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.norm import squares
 from threed.zero.others import left
-from threed.zero.sink import EVER, Sink, taken_by, too_late
+from threed.zero.sink import EVER, Queue, Sink, taken_by, too_late
 from threed.zero.unused import Unused, warn_of_unused
-
-
-@dataclass(eq=False)
-class Queue:
-    """Buckets in the order they are sent: those of one chunk of the model, or of parameters that several chunks share.
-
-    begun: how many have been sent in this round. passes: backwards of these chunks that have not ended yet.
-    """
-
-    chunks: tuple[int, ...]
-    buckets: list[int] = field(default_factory=list)
-    sinks: list[Sink] = field(default_factory=list)
-    begun: int = 0
-    passes: int = 1
 
 
 class Reducer:
@@ -80,7 +67,7 @@ class Reducer:
                 sink = Sink(self, slot, self._expected(slot, group))
                 queue.sinks.append(sink)
                 slot.param.sink = sink  # type: ignore[attr-defined]
-                slot.param.register_post_accumulate_grad_hook(taken_by(weakref.ref(sink)))
+                sink.hook = slot.param.register_post_accumulate_grad_hook(taken_by(weakref.ref(sink)))
                 self._sinks[slot] = sink
         self.sinks = list(self._sinks.values())
         self._slots = [bucket.slots() for bucket in layout.buckets]
@@ -92,6 +79,7 @@ class Reducer:
                 self._buckets_of.setdefault(slot, []).append(number)
         self._passes = 1  # of a round
         self._ended = 0  # passes of this step
+        self._unfinished = self._given_up = False  # a step has begun and not ended; is not to end
         self._missing = [0] * len(layout.buckets)
         self._sent: set[int] = set()  # buckets sent in this round
         self._summed: set[int] = set()  # and in this step
@@ -129,17 +117,43 @@ class Reducer:
         return 1 if self.dynamic else len(slot.places)
 
     def begin(self, microbatches: int) -> None:
-        """Begins a step, and discards the gradients of one that was aborted."""
+        """Begins a step, and discards the gradients of one that did not end. Collective if there is one."""
+        for sink in self.sinks:
+            sink.run_last(microbatches)
+        self._given_up = self._unfinished
+        self.recover()
         self._passes, self._ended = 1 if self.rounds else microbatches, 0
         for queue in self._queues.values():
             queue.passes = microbatches * len(queue.chunks)
         self._begin_anew()
+        self._unfinished = True
+
+    def give_up(self) -> None:
+        """Gives up the step that is under way, after an error. Recovers at once, for the program may call collectives;
+        if parameters are sliced, later, for another rank may wait for a gather."""
+        self._given_up = self._unfinished
+        if not self.layout.slices_parameters:
+            with suppress(RuntimeError):  # the first error is the one to be seen
+                self.recover()
+
+    def recover(self) -> None:
+        """Sends the remaining buckets of a given-up step of a wrapped module: so ranks that failed at different points
+        have called the same collectives. Call it before any other. Not with `early`, which would apply them."""
+        if not (self._given_up and self.dynamic and self.early is None):
+            return
+        self._given_up = self._unfinished = False
+        for queue in self._queues.values():
+            for _ in range(queue.passes if self.rounds else 1):
+                self._start_all(queue)
+                queue.passes -= 1
+                self._begin_round(queue)
 
     def drop(self) -> None:
         """Discards all gradients so far, of this step and of other engines' backwards, as `zero_grad` does."""
+        self.recover()
         for sink in self.sinks:
             sink.slot.param.grad = None
-        if not self._ended:
+        if not (self._ended and self._unfinished):
             return
         if not self.rounds:
             for queue in self._queues.values():  # other ranks may have sent more, or less
@@ -327,7 +341,7 @@ class Reducer:
             self.unused.agree({sink.slot for sink in self.sinks if sink.used})
         elif self._learning:
             warn_of_unused(self.layout, {sink.slot for sink in self.sinks if not sink.used}, self.warns)
-        self._ended, self._learning = 0, False
+        self._ended, self._learning, self._unfinished = 0, False, False
 
     def _in_flight_over(self, bucket: Bucket, axes: tuple[Axis, ...]) -> InFlight:
         """Begins to sum a bucket's slice over the remaining axes."""
@@ -368,25 +382,14 @@ class Reducer:
         """Reduces once more the buckets for which any rank set gradients aside."""
         policy = self.layout.policy
         mine = sorted({number for slot in self._aside for number in self._buckets_of.get(slot, ())})
-        order = self.gather_order()
-        answers = collectives.exchange([order, mine], policy.shard)
-        if any(other != order for other, _ in answers):
-            raise RuntimeError(
-                "ranks used different parameters in this step, or in another order: ZeRO-3 gathers a parameter on all"
-                " ranks at once; route alike on all ranks, or use --zero.stage 2"
-            )
+        answers = collectives.exchange([self.gather_order(), mine], policy.shard)
+        check_gathers([order for order, _ in answers])
         late = {number for _, numbers in answers for number in numbers}
         if any(early_sum(bucket) for bucket in self.layout.buckets):  # stage 0, whose sums are over the replicas
             late.update(number for numbers in collectives.exchange(mine, policy.replicas) for number in numbers)
         for number in sorted(late):
             bucket = self.layout.buckets[number]
-            device = bucket.group.params.device
-            window = torch.zeros(bucket.last - bucket.first, dtype=policy.grad_dtype, device=device)
-            for slot in self._slots[number]:
-                if slot in self._aside:
-                    first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
-                    grad = self._aside[slot].view(-1)[first - slot.first : last - slot.first]
-                    window[first - bucket.first : last - bucket.first].copy_(grad)
+            window = sums.window_of(bucket, self._aside, policy.grad_dtype)
             total = collectives.start_reduce_scatter(window, policy.shard, wire=self.wire)
             staged = bucket.grad.fetch()
             own = staged.wait()

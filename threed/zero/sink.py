@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from threed.layers.running import in_forward, is_lent
 from threed.ops import matmul
@@ -43,11 +45,29 @@ class Sink:
         self.reducer, self.slot, self.uses = reducer, slot, uses
         self.expected = self.received = self.late = 0  # contributions: outstanding, in memory, set aside
         self.used = False  # in any step
+        self.hook: RemovableHandle | None = None  # the parameter's post-accumulate hook that calls `take`
         self._dtype = reducer.layout.policy.grad_dtype
 
     def begin(self, passes: int) -> None:
         """Begins a round of `passes` micro-batches."""
         self.expected, self.received, self.late = self.uses * passes, 0, 0
+
+    def run_last(self, microbatches: int) -> None:
+        """Moves the sink's hook behind the user's post-accumulate hooks, which read and change `param.grad`.
+
+        Raises:
+            RuntimeError: there are such hooks, and several micro-batches, of which `param.grad` never has the sum.
+        """
+        hooks = self.slot.param._post_accumulate_grad_hooks
+        if self.hook is None or hooks is None or len(hooks) < 2:
+            return
+        if microbatches > 1:
+            raise RuntimeError(
+                f"{self.slot.spec.name}: register_post_accumulate_grad_hook with {microbatches} micro-batches per step:"
+                " .grad holds the gradient of one micro-batch, not the sum so far; use register_hook, which gets the"
+                " gradient of one micro-batch in plain PyTorch too"
+            )
+        hooks[self.hook.id] = hooks.pop(self.hook.id)
 
     def add(self, grad: Tensor) -> None:
         """Adds a whole gradient."""
@@ -161,6 +181,20 @@ class Sink:
 
     def _target(self) -> Tensor:
         return self.reducer.memory.view(self.slot)
+
+
+@dataclass(eq=False)
+class Queue:
+    """Buckets in the order they are sent: those of one chunk of the model, or of parameters that several chunks share.
+
+    begun: how many have been sent in this round. passes: backwards of these chunks that have not ended yet.
+    """
+
+    chunks: tuple[int, ...]
+    buckets: list[int] = field(default_factory=list)
+    sinks: list[Sink] = field(default_factory=list)
+    begun: int = 0
+    passes: int = 1
 
 
 def taken_by(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
