@@ -26,14 +26,13 @@ Batch = Mapping[str, Tensor]
 
 
 class Batches:
-    """Cuts this data rank's share of global batches for a model. ends: whether the model ends on this rank."""
+    """Cuts this data rank's share of global batches for a model."""
 
-    def __init__(self, model: Model, topology: Topology, config: Config, ends: bool = True) -> None:
+    def __init__(self, model: Model, topology: Topology, config: Config) -> None:
         self.wrapped = model if isinstance(model, Wrapped) else None
         self.topology, self.slicing = topology, model.slicing
         self.size, self.global_batch = config.train.micro_batch, config.train.global_batch
         self.dtype = dtype(config.precision.dtype)
-        self.ends = ends
 
     def rows(self, batch: Batch) -> int:
         """Sequences (or rows) in a batch. Raises ValueError when they make no whole micro-batches."""
@@ -91,7 +90,7 @@ class Batches:
             for at in range(0, rows, self.size)
         ]
 
-    def _micro_batch(self, part: dict[str, Tensor], weight: Tensor | None, step: int, training: bool) -> MicroBatch:
+    def _micro_batch(self, part: dict[str, Tensor], weight: Tensor, step: int, training: bool) -> MicroBatch:
         tokens, labels, samples = (part.pop(key, None) for key in ("tokens", "labels", "samples"))
         return MicroBatch(tokens, labels, samples, weight, step, training, part or None)
 
@@ -114,8 +113,7 @@ class Batches:
         """On the device, and in the compute dtype if it is a number with a point."""
         return start_copy_in(value, self.topology.device, self.dtype if value.is_floating_point() else value.dtype)
 
-    def _weight(self, valid: Tensor, scale: Tensor | float) -> Tensor | None:
-        """The loss scale / the global number of valid items; needed, and so agreed upon, where the model ends only."""
-        if not self.ends:
-            return None
+    def _weight(self, valid: Tensor, scale: Tensor | float) -> Tensor:
+        """Returns the loss scale / the global number of valid items. Every stage needs it: a layer anywhere in the
+        model may compute a loss."""
         return scale / collectives.sum_of_scalars(valid.view(1), self.topology.axis("dp"))[0].clamp(min=1)

@@ -90,7 +90,7 @@ class Engine:
         agreement.check_configuration(config, topology.axis("world"))
         self.config, blueprint = draw(self.model, topology, config, wrapped=self.wrapped is not None)
         self.blueprint = blueprint
-        self.batches = Batches(self.model, topology, config, ends=topology.axis("pp").index in blueprint.cut.ends)
+        self.batches = Batches(self.model, topology, config)
         self.layout = blueprint.layout
         layers, mine = blueprint.layers, [blueprint.layers[number] for number in blueprint.held]
         self.flags = [f for layer in layers for m in layer.modules() for f in getattr(m, "data_flags", ())]

@@ -60,7 +60,8 @@ def import_hf(
 
 
 def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras) -> dict[str, Any]:
-    """Fills the optimizer with a folder's weights, and moments of zero; returns the counters of a run's begin.
+    """Fills the optimizer with a folder's weights, moments of zero and the initial loss scale; returns the counters of
+    a run's begin.
 
     Collective. The first rank checks the whole folder, all others open the files that they need. CheckpointError on
     every rank where something does not fit, before anything is overwritten.
@@ -86,6 +87,7 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     optimizer.mend()
     optimizer.updates.zero_()
     optimizer.bad.restore({"skips": 0.0})
+    optimizer.scaler.restore({})
     return {"steps": 0, "consumed": 0, "extra": {}}
 
 
