@@ -104,8 +104,7 @@ class Engine:
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
             learning_rate or setup.learning_rate(config.optim, config.train.steps), device=topology.device,
             grad_clip=config.train.grad_clip, loss_scale=loss_scale or setup.loss_scale(config.precision),
-            delayed=config.zero.delayed_update, optimistic=blueprint.optimistic,
-            max_spike=config.train.max_norm_spike,
+            optimistic=blueprint.optimistic, max_spike=config.train.max_norm_spike,
         )  # fmt: skip
         self.reducer.warns, self.reducer.early = topology.axis("tp").index == 0, self.optimizer.early
         self.saver = Saver(self.optimizer, topology, self.config)
