@@ -70,6 +70,10 @@ class Parameters(dict[str, Any]):
         self._places, self._gatherer, self._taken = places, gatherer, taken
 
     def __getitem__(self, name: str) -> Any:
+        if self._taken is None and torch.compiler.is_dynamo_compiling():
+            # A stage has gathered what its layer reads. torch must not trace the gatherer: it would guard its state,
+            # and read parameters whose memory is freed.
+            return super().__getitem__(name)
         if self._taken is not None and name in self._places and self._places[name][0].sliced:
             self._taken(self._places[name][0])
         return self._safe(name)
