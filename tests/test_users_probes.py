@@ -17,7 +17,7 @@ from tests.harness import run_ranks
 from tests.test_users_models import TOLERANCE
 from tests.users_cases import STEPS, Case, batch, engine_of
 from tests.users_layers import STD, WORD, whole
-from tests.users_models import Decoder
+from tests.users_models import Decoder, MiddleLosses
 from tests.users_torch import TorchModules
 from tests.users_truths import Batch
 from threed import collectives, layers
@@ -233,12 +233,20 @@ class OddShapes(Decoder):
 class TwoInTurn(Decoder):
     """Two shared linear layers in turn, which stages hold in another order: A B A | B A."""
 
+    letters = "ababa"
+
     def layers(self) -> list[nn.Module]:
         found = [
             own.Gate(f"shared.{letter}", self.norm(f"shared.{letter}.norm"), self.hidden, self.slicing)
-            for letter in "ababa"
+            for letter in self.letters
         ]
         return [self.embedding(), *found, self.head("head.weight")]
+
+
+class ThreeInTurn(TwoInTurn):
+    """Of several chunks, one stage has some of these in the same ones, and another has not: A B | C A | B C."""
+
+    letters = "abcabc"
 
 
 class Rebuilt(nn.Module):
@@ -307,6 +315,35 @@ AGREES: dict[str, tuple[type[Decoder], Batches, list[Case]]] = {
         [
             Case("a-b-a-b-a", pp=2, partition="explicit"), Case("a-b-a-b-a", pp=2, partition="uniform"),
             Case("a-b-a-b-a", pp=3, dp=2, zero=3, partition="uniform"),
+            *(
+                Case("a-b-a-b-a", pp=2, schedule=name, partition=how, microbatches=6)
+                for name in ("interleaved", "zb-v", "dualpipev") for how in ("balanced", "uniform")
+            ),
+            Case("a-b-a-b-a", pp=2, dp=2, zero=3, schedule="interleaved", partition="uniform", microbatches=3),
+        ],
+    ),
+    "three shared layers in turn": (
+        ThreeInTurn, usual,
+        [
+            *(
+                Case("a-b-a-b-a", pp=2, schedule=name, partition=how, microbatches=6)
+                for name in ("interleaved", "zb-v", "v-half", "zb-auto", "dualpipev") for how in ("balanced", "uniform")
+            ),
+            Case("a-b-a-b-a", pp=2, dp=2, zero=2, schedule="zb-v", microbatches=3, offload="cpu"),
+            Case("a-b-a-b-a", pp=2, dp=2, zero=3, schedule="v-min", partition="uniform", microbatches=3),
+        ],
+    ),
+    "losses in middle layers": (
+        MiddleLosses, usual,
+        [
+            *(
+                Case("middle-losses", pp=2, schedule=name, microbatches=6, recompute=how)
+                for name, how in (
+                    ("interleaved", "none"), ("zb-v", "full"), ("dualpipe", "selective"), ("dualpipev", "none"),
+                    ("chimera", "full"), ("zb-auto", "none"),
+                )
+            ),
+            Case("middle-losses", pp=2, dp=2, zero=3, schedule="v-half", microbatches=3),
         ],
     ),
     "a batch without labels": (
