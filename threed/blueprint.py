@@ -19,10 +19,12 @@ from torch import nn
 
 from threed import schedules
 from threed.config import Config, ConfigError
+from threed.layers.slicing import Flag
 from threed.models import Model, Wrapped
 from threed.models.wrapped import find_problems
-from threed.pipeline.activation_checkpointing import build, recomputed_layers, with_recompute
+from threed.pipeline.activation_checkpointing import build, recomputed_layers, sliced_over, with_recompute
 from threed.pipeline.layer_major import LayerMajorStage
+from threed.pipeline.replicated_inputs import unlike_inputs
 from threed.pipeline.stage import AlwaysWhole, ParameterGatherer, Stage
 from threed.planner.cut import Cut, partition
 from threed.planner.measured import Division, stage_costs, times_by_flops
@@ -174,7 +176,7 @@ class Blueprint:
         make: Callable[..., Stage] = layer_major if self.layer_major else Stage
         wrapped = isinstance(self.model, Wrapped)
         units = {} if wrapped else {unit: mine[unit] for unit in self.recomputed_units}
-        recomputed = build(self.config, units, self.live, self.model.slicing, self.topology)
+        recomputed = build(self.config, units, self.live, self.model.slicing, self.topology, self._unlike)
         for chunk in self.chunks:
             layers, own = mine[first : first + len(chunk)], AlwaysWhole() if wrapped else gatherer
             stages.append(make(layers, own, self.config.zero.prefetch, first, recomputed))
@@ -200,6 +202,16 @@ class Blueprint:
     def recomputed_units(self) -> list[int]:
         """This rank's units of which something is computed again."""
         return [unit for unit, number in enumerate(self.held) if number in self.recomputed]
+
+    @functools.cached_property
+    def _unlike(self) -> Flag:
+        return unlike_inputs()
+
+    @property
+    def flags(self) -> list[Flag]:
+        """The errors that the stages detect on the device, the same on every rank; those of layers are theirs."""
+        sliced = not isinstance(self.model, Wrapped) and sliced_over(self.config, self.model.slicing)
+        return [self._unlike] if sliced and self.config.recompute.mode == "full" else []
 
     @functools.cached_property  # every step asks, and a plan is long to hash
     def optimistic(self) -> bool:

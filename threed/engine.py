@@ -94,6 +94,7 @@ class Engine:
         self.layout = blueprint.layout
         layers, mine = blueprint.layers, [blueprint.layers[number] for number in blueprint.held]
         self.flags = [f for layer in layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
+        self.flags += blueprint.flags
         self.faults = Faults([flag.what for flag in self.flags], topology.device)
         module = self.wrapped and self.wrapped.module
         self.buffers = buffers.build(layers, blueprint.cut, topology, blueprint.again, module)

@@ -231,7 +231,7 @@ class Stage:
                 f"layer {unit} ({type(self._layer(unit)).__name__}) changed its input in place, from which it is to be"
                 " computed again: change a copy (x = x * 2, not x.mul_(2)), or set the layer's `recomputable = False`"
             )
-        saved = store.save_all(given)
+        saved = store.save_all(unit, given)
         outputs = like(y, [part.detach().requires_grad_(part.is_floating_point()) for part in parts])
         return outputs, Frame(again=Again(saved, like(x, [None] * len(given)), grads, draws, micro))
 

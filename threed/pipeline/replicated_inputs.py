@@ -1,0 +1,79 @@
+"""Inputs of recomputed layers that are the same on all tensor ranks, so that each rank may save a slice of them.
+
+    inputs = ReplicatedInputs(axis, flag)
+    inputs.are(place, x)             whether the input at a place is replicated; the first x decides (collective)
+    sample = inputs.sample(x)        saved with the slice
+    inputs.check(sample, x)          after the slices are gathered: sets the flag if x is another tensor
+
+A layer may pass on what its rank alone has, such as the values of its heads. The gather would make one tensor of the
+ranks' different ones. So the first micro-batch is compared over the ranks. An input that is constant is saved in full:
+a part per rank may be constant at first (zeros), and differ once it is trained. Later inputs are checked, which the
+host does not wait for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from threed import collectives
+from threed.layers.slicing import Flag
+from threed.topology import Axis
+
+SAMPLED = 256  # elements
+GOLDEN = 0.6180339887498949  # multiples, modulo 1, are spread evenly and in step with no dimension of a tensor
+ROUNDINGS = 8  # of the largest element: what ranks that compute the same may differ by
+
+
+def unlike_inputs() -> Flag:
+    """Returns the flag of inputs that are not replicated."""
+    return Flag(
+        "inputs of recomputed layers that are not the same on all tensor ranks, though they were at first:"
+        " --recompute.partition true cannot slice them; leave it out, or set `recomputable = False` on the layers"
+    )
+
+
+class ReplicatedInputs:
+    """axis: the tensor ranks. flag: set on the device for inputs that stop to be replicated."""
+
+    def __init__(self, axis: Axis, flag: Flag) -> None:
+        self.axis, self.flag = axis, flag
+        self._found: dict[tuple[int, int], bool] = {}
+        self._indices: dict[int, Tensor] = {}
+
+    def are(self, place: tuple[int, int], x: Tensor) -> bool:
+        """Returns whether the input at a place (layer, number of the tensor) is replicated. Collective the first
+        time."""
+        if place not in self._found:
+            self._found[place] = self._compare(x)
+        return self._found[place]
+
+    def _compare(self, x: Tensor) -> bool:
+        mine = torch.zeros(SAMPLED, dtype=torch.float64, device=x.device)
+        if x.numel():
+            mine = self.sample(x).double()
+        about = mine.new_tensor([float(x.numel()), float(x.numel() == 0 or bool((mine == mine[0]).all()))])
+        rows = collectives.all_gather(torch.cat((about, mine)), self.axis).view(self.axis.size, -1)
+        if any(numel != x.numel() or constant for numel, constant in rows[:, :2].tolist()):
+            return False
+        return not bool(torch.stack([_differ(row, mine, x.dtype) for row in rows[:, 2:]]).any())
+
+    def sample(self, x: Tensor) -> Tensor:
+        """Returns some elements of x [SAMPLED], the same places for tensors of one size."""
+        if x.numel() not in self._indices:
+            parts = (torch.arange(SAMPLED, dtype=torch.float64, device=x.device) * GOLDEN).frac()
+            self._indices[x.numel()] = (parts * x.numel()).long()
+        return x.detach().reshape(-1)[self._indices[x.numel()]]
+
+    def check(self, sample: Tensor, x: Tensor) -> None:
+        """Sets the flag if x is not the tensor of the sample."""
+        self.flag.note(_differ(self.sample(x).double(), sample.double(), x.dtype))
+
+
+def _differ(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns where samples differ by more than rounding, bool [SAMPLED]."""
+    if not dtype.is_floating_point:
+        return a != b
+    largest = torch.where(b.isfinite(), b, 0.0).abs().max()
+    near = (a - b).abs() <= ROUNDINGS * torch.finfo(dtype).eps * largest
+    return ~(near | (a == b) | (a.isnan() & b.isnan()))
