@@ -213,7 +213,7 @@ class Engine:
     def zero_grad(self) -> None:
         """Drops all gradients so far: of the step that is under way, and those that other engines' losses brought."""
         if self.asynchronous is not None:  # the last step keeps its own
-            self._finish()
+            self.finish()
         self.reducer.drop()
 
     def update(self, loss: Tensor, tokens: int = 0) -> StepMetrics:
@@ -267,7 +267,7 @@ class Engine:
     def evaluate(self, batch: Batch) -> Tensor:
         """The mean token loss (scalar tensor, on every rank) of this data rank's share of a batch, without training; no
         number (NaN) where the batch has ids beyond the vocabulary."""
-        self._finish()
+        self.finish()
         self._clear_flags()
         with torch.inference_mode(False), nullcontext() if self.wrapped is None else self.wrapped.evaluating():
             micros = self._micro_batches(batch, training=False)
@@ -279,7 +279,7 @@ class Engine:
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Logits [b s v/t] of tokens [b s], cut by vocabulary, on the last stage; None on the others."""
-        self._finish()
+        self.finish()
         with torch.inference_mode(False):
             micro = MicroBatch(tokens.to(self.topology.device), training=False)
             outputs = self.executor.run(self.blueprint.lowered(1, training=False), [micro])
@@ -306,13 +306,13 @@ class Engine:
     def _take_in(self) -> None:
         """Frees what is gathered; values that were changed by hand are kept."""
         self._forwards_ended()
-        self._finish()
+        self.finish()
         if self.changes is not None:
             self.changes.take_in()
 
     def bad_steps(self) -> int:
         """How many steps in a row, up to the last one, were skipped and count as bad; ends that step. Collective."""
-        self._finish()
+        self.finish()
         return int(self.optimizer.bad.in_a_row)
 
     def compare_replicas(self) -> None:
@@ -320,8 +320,9 @@ class Engine:
         self._take_in()
         replicas.check(self.optimizer, self.topology, self.steps)
 
-    def _finish(self) -> None:
-        """Brings the last step to its end: the weights are what they will be. Collective."""
+    def finish(self) -> None:
+        """Ends the last step: validates an optimistic update, and drains the micro-batches and the update that 2bw leaves
+        to the next step. Changes nothing in the training. Collective."""
         self.optimizer.validate()
         if self.asynchronous is not None:
             self.asynchronous.drain(self.executor.run)
