@@ -260,6 +260,27 @@ def test_a_run_resumes_in_another_topology(tmp_path: Path) -> None:
         assert max(float((found[name] - weights[name]).abs().max()) for name in weights) <= TOLERANCE
 
 
+def loaded_elsewhere(case: Case, path: str) -> list[list[float]]:
+    """Norms and rates of the steps after a load, in a new engine and in one that has trained."""
+    engine, found = engine_of(case), []
+    engine.step(data(engine))
+    engine.save(path)
+    for trains in (False, True):
+        engine = engine_of(case)
+        steps = [engine.step(data(engine, step)) for step in range(2 * trains)]
+        engine.load(path)
+        steps = [engine.step(data(engine, step)) for step in (1, 2)]
+        found.append([number for metrics in steps for number in (metrics.grad_norm, metrics.lr)])
+        engine.finish()
+    return found
+
+
+def test_metrics_after_a_load_are_not_of_the_update_before_it(tmp_path: Path) -> None:
+    for new, used in run_ranks(2, loaded_elsewhere, replace(BW, pp=2), str(tmp_path / "saved")):
+        assert new == used
+        assert new[:2] == [0, 0]
+
+
 def vary(case: Case) -> list[float]:
     """Batches of other lengths, and of other numbers of micro-batches."""
     engine, made = engine_of(case), []

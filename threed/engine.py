@@ -384,6 +384,8 @@ class Engine:
         state = hf_import.load(*about) if is_hf_folder(Path(path)) else native.load(*about, hashed)
         self.steps, self.consumed = int(state["steps"]), int(state["consumed"])
         self.reducer.restore(state.get("uses", {}))
+        if self.asynchronous is not None:
+            self.asynchronous.begin_run()
         if self.optimizer.unused is not None:
             self.optimizer.unused.restore(state.get("unused"))
         return dict(state["extra"])

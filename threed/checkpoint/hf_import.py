@@ -23,7 +23,7 @@ from threed.checkpoint.hf_folder import HFFolder, slabs
 from threed.checkpoint.weights_only import FILE_BYTES, write_weights
 from threed.config import Config, DataConfig, ModelConfig
 from threed.precision import DTYPES
-from threed.resolution import resolve_model
+from threed.resolution import resolve_model, spelt_as
 from threed.sharding import Box, Piece
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
@@ -106,7 +106,7 @@ def _opened(path: Path, config: Config, everyone: Axis) -> tuple[HFFolder | None
 
 def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> list[str]:
     """Returns what of a run's model is another than that of the folder `path`, one line each."""
-    found, wanted = dict(saved), dict(resolve_model(model))
+    found, wanted = dict(spelt_as(saved, model)), dict(resolve_model(model))
     names = [name for name in found if name not in FREE and found[name] != wanted[name]]
     return [f"the model of {path} has {name} = {found[name]}, this run has {wanted[name]}" for name in names]
 

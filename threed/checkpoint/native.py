@@ -33,7 +33,7 @@ from threed.checkpoint.manifest import verify as verify
 from threed.checkpoint.placing import Placing
 from threed.checkpoint.reading import Reader
 from threed.config import Config, ModelConfig
-from threed.resolution import resolve_model
+from threed.resolution import resolve_model, spelt_as
 from threed.sharding import Box, Piece, slices
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
@@ -226,7 +226,8 @@ def model_differences(manifest: Mapping[str, Any], config: Config) -> list[str]:
     """Returns what of the model's shape differs between a checkpoint and a configuration, one line each."""
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
     with suppress(ValueError):  # what keys mean that the version which saved it did not have; of a later one, as it is
-        saved = resolve_model(ModelConfig.model_validate(saved)).model_dump(mode="json")
+        resolved = resolve_model(ModelConfig.model_validate(saved))
+        saved = spelt_as(resolved, config.model).model_dump(mode="json")
     state = manifest["state"]
     free = {"dropout"} | (set() if state["steps"] and "imported" not in state["extra"] else {"seq"})
     return [

@@ -50,7 +50,11 @@ class Asynchronous:
         self._updated = True  # the newest weights are newer than those that this step's batch runs with
         self._gradients: Callable[[], list[Gradient]] = list
         self._end: Callable[[], Update]
-        zero, one = torch.zeros_like(optimizer.updates), torch.ones_like(optimizer.updates)
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Forgets the last update and loss: at first, and after a load."""
+        zero, one = torch.zeros_like(self.optimizer.updates), torch.ones_like(self.optimizer.updates)
         self._last = Update(zero, one, zero, one, zero, zero, zero[None], zero, zero)
         self._loss = zero[None]  # of the last step's batch, this rank's part
 
