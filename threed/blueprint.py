@@ -19,6 +19,7 @@ from torch import nn
 
 from threed import schedules
 from threed.config import Config, ConfigError
+from threed.layers import LanguageModelHead
 from threed.layers.slicing import Flag
 from threed.models import Model, Wrapped
 from threed.models.wrapped import find_problems
@@ -230,10 +231,11 @@ class Blueprint:
 
 
 def set_loss_chunks(layers: Sequence[nn.Module], config: Config) -> None:
-    """Tells the layers that make logits in how many parts; before they are traced or timed."""
-    for layer in layers:
-        if hasattr(layer, "loss_chunks"):
-            layer.loss_chunks = config.recompute.loss_chunks  # type: ignore[assignment]
+    """Sets the number of parts in which heads make logits, also those inside other layers; before they are traced or
+    timed."""
+    for module in (module for layer in layers for module in layer.modules()):
+        if isinstance(module, LanguageModelHead):
+            module.loss_chunks = config.recompute.loss_chunks
 
 
 @functools.lru_cache(maxsize=32)
