@@ -211,7 +211,7 @@ def test_a_converted_checkpoint_resumes_with_any_optimizer(folders: Path, tmp_pa
 
 
 def trained_and_loaded(place: Path) -> list[tuple[Any, ...]]:
-    """What an engine that has trained in fp16 holds after it loads weights alone: beside those, all of a run's begin."""
+    """What engines hold after they load weights alone: new ones, and ones that have trained in fp16."""
     found = []
     for trains in (False, True):
         for path in (place / "qwen3", place / "native"):

@@ -7,8 +7,8 @@
 
 What is saved is the input itself; or a copy in a slot of an arena, in host memory beside a GPU, or on a drive. Where
 all tensor ranks have the same input (`replicated_inputs`), each may save its part, to be gathered again (ZeRO, arXiv
-1910.02054, section 6.1: P_a, P_a+cpu). `fetch` begins to read from the drive, `prefetch` begins to copy to the device and to gather; all tensor
-ranks run the same layers in the same order, so their gathers match.
+1910.02054, section 6.1: P_a, P_a+cpu). `fetch` begins to read from the drive, `prefetch` begins to copy to the device
+and to gather; all tensor ranks run the same layers in the same order, so their gathers match.
 """
 
 from __future__ import annotations
