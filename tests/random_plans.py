@@ -2,7 +2,8 @@
 
     --parallel.schedule tests/random_plans.py:first
 
-A plan may have one or two chunks a rank, stages on ranks in any order, and backwards in one part, in two, or both kinds.
+A plan may have one or two chunks a rank, stages on ranks in any order, and backwards in one part, in two, or of both
+kinds.
 """
 
 from __future__ import annotations

@@ -321,8 +321,8 @@ class Engine:
         replicas.check(self.optimizer, self.topology, self.steps)
 
     def finish(self) -> None:
-        """Ends the last step: validates an optimistic update, and drains what 2bw leaves to the next step. Does not change
-        the training. Collective."""
+        """Ends the last step: validates an optimistic update, and drains what 2bw leaves to the next step. Does not
+        change the training. Collective."""
         self.optimizer.validate()
         if self.asynchronous is not None:
             self.asynchronous.drain(self.executor.run)
