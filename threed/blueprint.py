@@ -210,9 +210,10 @@ class Blueprint:
 
     @property
     def flags(self) -> list[Flag]:
-        """The errors that the stages detect on the device, the same on every rank; those of layers are theirs."""
+        """The errors that all layers of the model, and the stages, detect on the device: the same on every rank."""
+        found = [f for layer in self.layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
         sliced = not isinstance(self.model, Wrapped) and sliced_over(self.config, self.model.slicing)
-        return [self._unlike] if sliced and self.config.recompute.mode == "full" else []
+        return [*found, self._unlike] if sliced and self.config.recompute.mode == "full" else found
 
     @functools.cached_property  # every step asks, and a plan is long to hash
     def optimistic(self) -> bool:

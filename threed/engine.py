@@ -93,8 +93,7 @@ class Engine:
         self.batches = Batches(self.model, topology, config)
         self.layout = blueprint.layout
         layers, mine = blueprint.layers, [blueprint.layers[number] for number in blueprint.held]
-        self.flags = [f for layer in layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
-        self.flags += blueprint.flags
+        self.flags = blueprint.flags
         self.faults = Faults([flag.what for flag in self.flags], topology.device)
         module = self.wrapped and self.wrapped.module
         self.buffers = buffers.build(layers, blueprint.cut, topology, blueprint.again, module)
@@ -321,8 +320,7 @@ class Engine:
         replicas.check(self.optimizer, self.topology, self.steps)
 
     def finish(self) -> None:
-        """Ends the last step: validates an optimistic update, and drains what 2bw leaves to the next step. Does not
-        change the training. Collective."""
+        """Ends the last step (optimistic updates, what 2bw leaves open); does not change the training. Collective."""
         self.optimizer.validate()
         if self.asynchronous is not None:
             self.asynchronous.drain(self.executor.run)
