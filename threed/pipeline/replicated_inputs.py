@@ -49,14 +49,13 @@ class ReplicatedInputs:
         return self._found[place]
 
     def _compare(self, x: Tensor) -> bool:
-        mine = torch.zeros(SAMPLED, dtype=torch.float64, device=x.device)
-        if x.numel():
-            mine = self.sample(x).double()
-        about = mine.new_tensor([float(x.numel()), float(x.numel() == 0 or bool((mine == mine[0]).all()))])
-        rows = collectives.all_gather(torch.cat((about, mine)), self.axis).view(self.axis.size, -1)
-        if any(numel != x.numel() or constant for numel, constant in rows[:, :2].tolist()):
-            return False
-        return not bool(torch.stack([_differ(row, mine, x.dtype) for row in rows[:, 2:]]).any())
+        """Returns whether x has as many elements on all ranks, and the same, which are not constant. Collective."""
+        mine = self.sample(x).double() if x.numel() else torch.zeros(SAMPLED, dtype=torch.float64, device=x.device)
+        numel = torch.full((1,), float(x.numel()), dtype=torch.float64, device=x.device)
+        rows = collectives.all_gather(torch.cat((numel, mine)), self.axis).view(self.axis.size, -1)
+        other_size, samples = (rows[:, 0] != rows[0, 0]).any(), rows[:, 1:]
+        constant = (samples == samples[:, :1]).all(1).any()
+        return not bool(other_size | constant | _differ(samples, samples[0], x.dtype).any())
 
     def sample(self, x: Tensor) -> Tensor:
         """Returns some elements of x [SAMPLED], the same places for tensors of one size."""
