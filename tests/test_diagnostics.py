@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from tests.configs import Case, batch, config_of, engine_of, share
 from tests.harness import run_ranks
@@ -124,3 +125,33 @@ def test_nothing_that_looks_at_a_run_changes_it(world: int, tmp_path: Path) -> N
     assert names
     for rank, wrong in enumerate(run_ranks(world, disturbed, tmp_path, names)):
         assert not wrong, (rank, wrong)
+
+
+def resumed_elsewhere(place: Path) -> list[list[tuple[list[float], list[Tensor]]]]:
+    """Losses and weights after a checkpoint of each of two modes, resumed in both: delayed updates, and 2bw."""
+    modes, found = [delayed(zero=1), changed(Case(dp=2, zero=1, schedule="2bw", bucket_mib=0.02))], []
+    for number, config in enumerate(modes):
+        engine = engine_of(config)
+        for step in range(AT):
+            engine.step(share(batch(step, config.train.global_batch), engine.topology))
+        path = engine.save(place / str(number))
+        found.append([losses_from(path, mode) for mode in modes])
+    return found
+
+
+def losses_from(path: Path, config: Config) -> tuple[list[float], list[Tensor]]:
+    """Losses of the steps after a checkpoint, and the weights on rank 0."""
+    engine = engine_of(config)
+    engine.load(path)
+    full = [batch(step, config.train.global_batch) for step in range(AT, STEPS)]
+    losses = [engine.step(share(one, engine.topology)).loss for one in full]
+    return losses, list(engine.full_state_dict().values())
+
+
+def test_delayed_updates_and_2bw_resume_from_each_other(tmp_path: Path) -> None:
+    """Both update by gradients of weights one update older (fp64: the order of sums is all that differs)."""
+    for of_rank in run_ranks(2, resumed_elsewhere, tmp_path):
+        losses, weights = of_rank[0][0]
+        for other, values in (of_rank[0][1], of_rank[1][0], of_rank[1][1]):
+            assert other == pytest.approx(losses, rel=1e-9)
+            assert all((a - b).abs().max() <= 1e-9 for a, b in zip(values, weights, strict=True))
