@@ -5,10 +5,10 @@
     sample = inputs.sample(x)        saved with the slice
     inputs.check(sample, x)          after the slices are gathered: sets the flag if x is another tensor
 
-A layer may pass on what its rank alone has, such as the values of its heads. The gather would make one tensor of the
-ranks' different ones. So the first micro-batch is compared over the ranks. An input that is constant is saved in full:
-a part per rank may be constant at first (zeros), and differ once it is trained. Later inputs are checked, which the
-host does not wait for.
+A layer may pass on a tensor that differs per rank, such as the values of the rank's heads; slices of it must not be
+gathered. So the first micro-batch is compared over the ranks. An input that is constant is saved in full: a part per
+rank may be constant at first (zeros), and differ once it is trained. Later inputs are checked on the device, without a
+host read.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from threed.layers.slicing import Flag
 from threed.topology import Axis
 
 SAMPLED = 256  # elements
-GOLDEN = 0.6180339887498949  # multiples, modulo 1, are spread evenly and in step with no dimension of a tensor
-ROUNDINGS = 8  # of the largest element: what ranks that compute the same may differ by
+GOLDEN = 0.6180339887498949  # its multiples modulo 1 are spread evenly, and do not follow a dimension of the tensor
+ROUNDINGS = 8  # of the largest element: by so much may replicas differ
 
 
 def unlike_inputs() -> Flag:
@@ -34,7 +34,7 @@ def unlike_inputs() -> Flag:
 
 
 class ReplicatedInputs:
-    """axis: the tensor ranks. flag: set on the device for inputs that stop to be replicated."""
+    """axis: the tensor ranks. flag: set on the device for inputs that were replicated at first and are not any more."""
 
     def __init__(self, axis: Axis, flag: Flag) -> None:
         self.axis, self.flag = axis, flag

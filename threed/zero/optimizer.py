@@ -295,8 +295,8 @@ class Optimizer:
                 store_all(state.kept)
 
     def publish_delayed(self) -> None:
-        """Waits for a delayed update, if there is one, and copies its weights to the parameters. Only the next update
-        does this, and who sets the weights: else the next step would not be delayed."""
+        """Waits for a delayed update, if there is one, and copies its weights to the parameters. Called by the next
+        update, and before the weights are set; a call in between would end the delay of the next step."""
         self.finish_delayed()
         self._under_way = None
         if self._unpublished:
