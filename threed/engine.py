@@ -93,8 +93,7 @@ class Engine:
         self.batches = Batches(self.model, topology, config)
         self.layout = blueprint.layout
         layers, mine = blueprint.layers, [blueprint.layers[number] for number in blueprint.held]
-        self.flags = blueprint.flags
-        self.faults = Faults([flag.what for flag in self.flags], topology.device)
+        self.flags, self.faults = blueprint.flags, Faults([f.what for f in blueprint.flags], topology.device)
         module = self.wrapped and self.wrapped.module
         self.buffers = buffers.build(layers, blueprint.cut, topology, blueprint.again, module)
         self.gatherer = Gatherer(self.layout, setup.gather_axis(config, topology, self.layout.policy))
@@ -368,6 +367,7 @@ class Engine:
         learnt = collectives.exchange(self.reducer.learnt(), self.topology.axis("pp"))
         uses = {name: count for stage in learnt for name, count in stage.items()}
         state = {"steps": self.steps, "consumed": self.consumed, "extra": dict(extra or {}), "uses": uses}
+        state |= {} if self.asynchronous is None else self.asynchronous.state()
         if self.optimizer.unused is not None:
             state["unused"] = self.optimizer.unused.state()
         return state
@@ -383,7 +383,7 @@ class Engine:
         self.steps, self.consumed = int(state["steps"]), int(state["consumed"])
         self.reducer.restore(state.get("uses", {}))
         if self.asynchronous is not None:
-            self.asynchronous.begin_run()
+            self.asynchronous.restore(state)
         if self.optimizer.unused is not None:
             self.optimizer.unused.restore(state.get("unused"))
         return dict(state["extra"])

@@ -132,6 +132,7 @@ class _State(_Strict):
     hysteresis_left: Amount | None = None
     norm_mean: Annotated[float, Field(ge=0)] = 0.0  # of gradients
     norms: Amount = 0.0
+    last_update: tuple[float | None, float | None] = (0.0, 0.0)  # norm and rate, under 2bw
 
     @model_validator(mode="after")
     def _whole_scale(self) -> _State:
