@@ -132,7 +132,7 @@ class _State(_Strict):
     hysteresis_left: Amount | None = None
     norm_mean: Annotated[float, Field(ge=0)] = 0.0  # of gradients
     norms: Amount = 0.0
-    last_update: tuple[float | None, float | None] = (0.0, 0.0)  # norm and rate, under 2bw
+    last_update: Annotated[list[float | None], Field(min_length=2, max_length=2)] = [0.0, 0.0]  # norm, rate; under 2bw
 
     @model_validator(mode="after")
     def _whole_scale(self) -> _State:
