@@ -86,7 +86,7 @@ COVERING = {
 
 def bits(engine: Engine) -> list[torch.Tensor]:
     """All that steps change, once the last one is at its end."""
-    engine._finish()
+    engine.finish()
     return state(engine)
 
 

@@ -18,7 +18,9 @@ from threed import layers
 from threed.config import ModelConfig
 from threed.engine import Engine
 from threed.layers import MicroBatch, Slicing
+from threed.pipeline.activation_checkpointing import ActivationStore, Recomputed
 from threed.pipeline.boundary import Form, gradients_of, like, tensors
+from threed.pipeline.stage import AlwaysWhole, Stage
 
 Losses = list[float]
 
@@ -213,3 +215,31 @@ def test_values_and_their_forms() -> None:
 def test_what_cannot_be_handed_on_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="where a layer must return a tensor, or a tuple or dict"):
         tensors(value)
+
+
+class GivesTwo(nn.Module):
+    """Gives a tuple."""
+
+    name = "two"
+
+    def forward(self, x: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        return x, x * 2
+
+
+class TakesOne(nn.Module):
+    """Takes a tensor."""
+
+    name = "single"
+
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        return x.relu()
+
+
+AGAIN = Recomputed(frozenset({1}), ActivationStore(None, None, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("recomputed", [Recomputed(), AGAIN], ids=["kept", "recomputed"])
+def test_a_layer_that_gets_a_tuple_in_place_of_a_tensor_is_named(recomputed: Recomputed) -> None:
+    stage = Stage([GivesTwo(), TakesOne()], AlwaysWhole(), recomputed=recomputed)
+    with pytest.raises(TypeError, match=r"single \(TakesOne\) was given a tuple of 2 tensors, .* no attribute 'relu'"):
+        stage.forward(0, torch.ones(2, requires_grad=True), MicroBatch())

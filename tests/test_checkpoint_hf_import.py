@@ -21,10 +21,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests import configs
 from tests.checkpoints import state_of
-from tests.configs import engine_of
+from tests.configs import Case, engine_of
 from tests.harness import run_ranks
 from tests.test_models_families import FAMILIES, SEQ, TOKENS, VOCAB, theirs
+from threed.arguments import load
 from threed.checkpoint import hf, hf_folder, native
 from threed.checkpoint.convert import convert
 from threed.checkpoint.files import CheckpointError
@@ -33,6 +35,7 @@ from threed.checkpoint.hf_import import import_hf
 from threed.cli import main
 from threed.config import Config
 from threed.data.tokenizer import ByteTokenizer
+from threed.pretrained import find
 from threed.resolution import resolve
 from threed.zero.records import WEIGHT
 
@@ -205,6 +208,58 @@ def test_a_converted_checkpoint_resumes_with_any_optimizer(folders: Path, tmp_pa
     for found in run_ranks(2, resume_natively, tmp_path):
         for one in found[1:]:
             assert all(torch.equal(a[-1], b[-1]) for a, b in zip(one, found[0], strict=True))
+
+
+def trained_and_loaded(place: Path) -> list[tuple[Any, ...]]:
+    """What engines hold after they load weights alone: new ones, and ones that have trained in fp16."""
+    found = []
+    for trains in (False, True):
+        for path in (place / "qwen3", place / "native"):
+            config = config_of(place / "qwen3", 1, dtype="fp16")
+            engine = engine_of(config)
+            if trains:
+                engine.optimizer.scaler.scale.fill_(4.0)
+                engine.step({"tokens": TOKENS[:1].repeat(4, 1), "labels": TOKENS[:1].repeat(4, 1)})
+            engine.load(path)
+            state = [(*row[:-1], row[-1].tolist()) for row in state_of(engine)]
+            found.append((engine.counters(None), engine.optimizer.scaler.state(), engine.optimizer.bad.state(), state))
+    return found
+
+
+def test_weights_alone_begin_a_run_in_an_engine_that_has_trained(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / "qwen3", tmp_path / "qwen3")
+    import_hf(HFFolder(tmp_path / "qwen3"), tmp_path / "native")
+    (found,) = run_ranks(1, trained_and_loaded, tmp_path)
+    assert found[0][1]["loss_scale"] == 2.0**16
+    assert all(one == found[0] for one in found)
+
+
+def spelt_twice(place: Path) -> list[Any]:
+    """Weights of a Llama with `qk_norm`; and of engines that begin from its export and from that converted, spelt as a
+    Llama and as the Qwen3 that the export is."""
+    llama = configs.config_of(Case(model="qwen-tied", dtype="fp32"))
+    engine = engine_of(llama)
+    hf.export_hf(engine.save(place / "saved"), place / "folder")
+    import_hf(HFFolder(place / "folder"), place / "native")
+    found = [engine.full_state_dict()]
+    for config in (llama, config_of(place / "folder", 1)):
+        for path in (place / "folder", place / "native"):
+            engine = engine_of(config)
+            engine.load(path)
+            found.append(engine.full_state_dict())
+    return found
+
+
+def test_a_llama_with_head_norms_begins_from_the_folder_that_it_exports(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, spelt_twice, tmp_path)
+    for weights in found:
+        assert weights.keys() == found[0].keys()
+        assert all(torch.equal(weights[name], value) for name, value in found[0].items())
+    for path in (tmp_path / "folder", tmp_path / "native"):
+        start = find(["--model.arch", "llama", "--model.qk-norm", "true", "--checkpoint.resume", str(path)], {})
+        assert start is not None
+        model = load(start.flags)[0].model
+        assert (model.arch, model.qk_norm, model.layers) == ("llama", True, 3)
 
 
 # ------------------------------------------------------------------------------------------------------------ spellings

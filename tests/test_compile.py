@@ -96,6 +96,20 @@ def test_every_number_is_the_same_with_every_setting() -> None:
     compare_in_worlds(SPACE.touching(0), compare)
 
 
+DRIVE = {"zero": 3, "offload_params": "nvme", "offload_optimizer": "nvme"}
+OFFLOADED = [
+    Case(**DRIVE, order="layer", model="gemma3"),
+    Case(dp=2, zero=3, offload_params="cpu", recompute="full", model="qwen-tied"),
+    Case(dp=2, zero=3, offload_params="nvme", offload_optimizer="cpu", tile=3, recompute="selective", prefetch=3),
+    Case(pp=2, **DRIVE, schedule="zb-h1", microbatches=3, dropout=0.1),
+]
+
+
+def test_every_number_is_the_same_where_states_are_offloaded() -> None:
+    """While a layer runs, parameters of others are freed, or being read from a drive: torch must not look at them."""
+    compare_in_worlds(OFFLOADED, compare)
+
+
 @pytest.mark.grid
 @pytest.mark.timeout(3600)
 def test_every_number_is_the_same_in_a_covering_set() -> None:
@@ -127,8 +141,10 @@ def alone(**changes: object) -> Config:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_blocks_that_are_alike_share_one_graph(dropout: float) -> None:
-    config = compiled(alone(layers=6, dropout=dropout))
+@pytest.mark.parametrize("place", ["none", "nvme"])
+def test_blocks_that_are_alike_share_one_graph(dropout: float, place: str) -> None:
+    """Also where their parameters come from a drive: no guard is on what the engine keeps of them."""
+    config = compiled(alone(layers=6, dropout=dropout, zero=3, offload_params=place))
     engine, rows = engine_of(config), config.train.global_batch
     for step in range(4):
         engine.step(batch(step, rows))
@@ -138,8 +154,9 @@ def test_blocks_that_are_alike_share_one_graph(dropout: float) -> None:
     assert not dynamo.utils.counters["graph_break"]
 
 
-def test_inductor_trains_to_the_same_within_rounding() -> None:
-    config = alone(model="llama", dropout=0.1)
+@pytest.mark.parametrize("place", [{}, DRIVE], ids=["device", "drive"])
+def test_inductor_trains_to_the_same_within_rounding(place: dict[str, object]) -> None:
+    config = alone(model="llama", dropout=0.1, **place)
     (numbers, weights), (again, weights_again) = steps(config), steps(compiled(config, "inductor"))
     # Rotary tables are fp32, and other sines by one rounding.
     assert [loss for loss, _ in again] == pytest.approx([loss for loss, _ in numbers], rel=1e-8)

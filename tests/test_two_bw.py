@@ -260,6 +260,31 @@ def test_a_run_resumes_in_another_topology(tmp_path: Path) -> None:
         assert max(float((found[name] - weights[name]).abs().max()) for name in weights) <= TOLERANCE
 
 
+def loaded_elsewhere(case: Case, path: str) -> list[list[float]]:
+    """Norms and rates of the steps of a run that goes on; and after a load, in a new engine and in one that has
+    trained."""
+    engine, found = engine_of(case), []
+    for step in range(2):
+        engine.step(data(engine, step))
+    engine.save(path)
+    for trains, loads in ((2, False), (0, True), (3, True)):
+        engine = engine_of(case)
+        for step in range(trains):
+            engine.step(data(engine, step))
+        if loads:
+            engine.load(path)
+        steps = [engine.step(data(engine, step)) for step in (2, 3)]
+        found.append([number for metrics in steps for number in (metrics.grad_norm, metrics.lr)])
+        engine.finish()
+    return found
+
+
+def test_metrics_after_a_load_are_those_of_the_run_that_went_on(tmp_path: Path) -> None:
+    for went_on, new, used in run_ranks(2, loaded_elsewhere, replace(BW, pp=2), str(tmp_path / "saved")):
+        assert went_on == new == used
+        assert all(went_on)
+
+
 def vary(case: Case) -> list[float]:
     """Batches of other lengths, and of other numbers of micro-batches."""
     engine, made = engine_of(case), []

@@ -17,11 +17,13 @@ from tests.harness import run_ranks
 from tests.test_users_models import TOLERANCE
 from tests.users_cases import STEPS, Case, batch, engine_of
 from tests.users_layers import STD, WORD, whole
-from tests.users_models import Decoder
+from tests.users_models import Decoder, MiddleLosses
 from tests.users_torch import TorchModules
 from tests.users_truths import Batch
 from threed import collectives, layers
+from threed.collectives import split
 from threed.layers import MicroBatch, Slicing
+from threed.metrics import DataError
 from threed.sharding import Init, Piece, ShardSpec, parameter, vector
 
 # ------------------------------------------------------------------------------------------------------------- refused
@@ -233,12 +235,65 @@ class OddShapes(Decoder):
 class TwoInTurn(Decoder):
     """Two shared linear layers in turn, which stages hold in another order: A B A | B A."""
 
+    letters = "ababa"
+
     def layers(self) -> list[nn.Module]:
         found = [
             own.Gate(f"shared.{letter}", self.norm(f"shared.{letter}.norm"), self.hidden, self.slicing)
-            for letter in "ababa"
+            for letter in self.letters
         ]
         return [self.embedding(), *found, self.head("head.weight")]
+
+
+class Features(nn.Module):
+    """x + down(silu(up(x) + the features of the layer before)), which passes on features times a gain: each tensor rank
+    its own; or, `alike`, x times a gain."""
+
+    def __init__(self, name: str, norm: nn.Module, hidden: int, slicing: Slicing, gain: float, alike: bool) -> None:
+        super().__init__()
+        self.name, self.norm, self.slicing, self.alike = name, norm, slicing, alike
+        self.up = layers.ColumnLinear(name, hidden, [("up", 2 * hidden)], slicing, std=STD)
+        self.down = layers.RowLinear(f"{name}.down", 2 * hidden, hidden, slicing, std=STD)
+        first, last = split(2 * hidden, slicing.tp.size, slicing.tp.index)
+        piece = Piece(f"{name}.gain", (2 * hidden,), (first,), (last - first,), init=Init(value=gain))
+        self.gain = parameter(ShardSpec((piece,)), (last - first,))
+
+    def forward(self, given: Tensor | tuple[Tensor, Tensor], micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        x, before = given if isinstance(given, tuple) else (given, given.new_zeros(()))
+        y = self.up(self.norm(x)) + before
+        passed = self.slicing.gather(x)[..., : len(self.gain)] if self.alike else y
+        return x + self.down(F.silu(y)), passed * self.gain
+
+
+class PerRank(Decoder):
+    """Layers that hand on a part per tensor rank."""
+
+    gain, alike = 1.0, False
+
+    def layers(self) -> list[nn.Module]:
+        made = [
+            Features(f"blocks.{i}", self.norm(f"blocks.{i}.norm"), self.hidden, self.slicing, self.gain, self.alike)
+            for i in range(3)
+        ]
+        return [self.embedding(), *made, own.Before(lambda given: given[0], self.head())]
+
+
+class PerRankLater(PerRank):
+    """The same; the parts are zero before the first update."""
+
+    gain = 0.0
+
+
+class AlikeAtFirst(PerRank):
+    """The parts are the same on two tensor ranks before the first update."""
+
+    alike = True
+
+
+class ThreeInTurn(TwoInTurn):
+    """Of several chunks, one stage has some of these in the same ones, and another has not: A B | C A | B C."""
+
+    letters = "abcabc"
 
 
 class Rebuilt(nn.Module):
@@ -307,6 +362,45 @@ AGREES: dict[str, tuple[type[Decoder], Batches, list[Case]]] = {
         [
             Case("a-b-a-b-a", pp=2, partition="explicit"), Case("a-b-a-b-a", pp=2, partition="uniform"),
             Case("a-b-a-b-a", pp=3, dp=2, zero=3, partition="uniform"),
+            *(
+                Case("a-b-a-b-a", pp=2, schedule=name, partition=how, microbatches=6)
+                for name in ("interleaved", "zb-v", "dualpipev") for how in ("balanced", "uniform")
+            ),
+            Case("a-b-a-b-a", pp=2, dp=2, zero=3, schedule="interleaved", partition="uniform", microbatches=3),
+        ],
+    ),
+    "three shared layers in turn": (
+        ThreeInTurn, usual,
+        [
+            *(
+                Case("a-b-a-b-a", pp=2, schedule=name, partition=how, microbatches=6)
+                for name in ("interleaved", "zb-v", "v-half", "zb-auto", "dualpipev") for how in ("balanced", "uniform")
+            ),
+            Case("a-b-a-b-a", pp=2, dp=2, zero=2, schedule="zb-v", microbatches=3, offload="cpu"),
+            Case("a-b-a-b-a", pp=2, dp=2, zero=3, schedule="v-min", partition="uniform", microbatches=3),
+        ],
+    ),
+    "a part per tensor rank between layers": (
+        PerRank, usual,
+        [
+            Case("albert", tp=2, recompute="sliced"), Case("albert", tp=3, recompute="sliced", microbatches=3),
+            Case("albert", pp=2, tp=2, recompute="sliced", schedule="zb-v", microbatches=6),
+        ],
+    ),
+    "a part per tensor rank that begins as zeros": (
+        PerRankLater, usual, [Case("albert", tp=2, recompute="sliced"), Case("albert", tp=2, recompute="full")],
+    ),
+    "losses in middle layers": (
+        MiddleLosses, usual,
+        [
+            *(
+                Case("middle-losses", pp=2, schedule=name, microbatches=6, recompute=how)
+                for name, how in (
+                    ("interleaved", "none"), ("zb-v", "full"), ("dualpipe", "selective"), ("dualpipev", "none"),
+                    ("chimera", "full"), ("zb-auto", "none"),
+                )
+            ),
+            Case("middle-losses", pp=2, dp=2, zero=3, schedule="v-half", microbatches=3),
         ],
     ),
     "a batch without labels": (
@@ -374,6 +468,23 @@ def test_an_unusual_model_is_right_in_every_topology(name: str) -> None:
     for world in sorted({case.world for case in cases}):
         mine = [case for case in cases if case.world == world]
         assert not run_ranks(world, run_cases, mine, model, batches, truths, timeout=60)[0]
+
+
+def alike_at_first() -> list[str]:
+    """What the metrics of each step say where a sliced input stops to be the same on all tensor ranks."""
+    engine, said = engine_of(Case("albert", tp=2, recompute="sliced"), AlikeAtFirst), []
+    for step in range(3):
+        try:
+            said.append(f"{engine.step(share(batch('albert', step), engine.topology)).loss:.0f}")
+        except DataError as error:
+            said.append(str(error))
+    return said
+
+
+def test_sliced_inputs_that_stop_to_be_the_same_on_tensor_ranks_are_found() -> None:
+    for first, *later in run_ranks(2, alike_at_first, timeout=60):
+        assert first.isdigit()
+        assert all("--recompute.partition true cannot slice them" in text for text in later)
 
 
 def inferred(case: Case) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from tests.planted_faults import FAULTS, Model
 from threed import collectives, models
 from threed.cli import main
 from threed.config import Config, ConfigError
-from threed.testing import DEFAULTS, RanksFailed, Report, diagnose, differences, same_everywhere
+from threed.testing import DEFAULTS, RanksFailed, Report, diagnose, differences, results_of, same_everywhere
 from threed.testing.ranks import _World, note
 from threed.testing.topologies import DEFAULT, configured, ranks_of, words
 from threed.topology import Topology
@@ -76,6 +76,36 @@ def test_schedules_are_compared_with_whole_backwards_in_model_order() -> None:
     for parallel in ({"schedule": "chimera", "partition": (1, 4)}, {"schedule": "zb-v", "optimistic_step": True}):
         report = same_everywhere(Model, None, ["pp2"], config=Config.model_validate({**DEFAULTS, "parallel": parallel}))
         assert report.same, report
+
+
+def test_2bw_is_compared_with_its_own_rule_on_one_process() -> None:
+    """Also a planted fault is found, and its parameter named, though a step leaves backwards to the next."""
+    config = Config.model_validate({**DEFAULTS, "parallel": {"schedule": "2bw"}})
+    report = same_everywhere(Model, None, ["pp2", "dp2-zero1", "tp2"], config=config)
+    assert report.same, report
+    assert report.refused == []
+    report = same_everywhere(FAULTS["PartialTooMany"], None, ["pp2-tp2"], config=config)
+    assert [found.parameter for found in report.differences] == ["blocks.1.gain.weight"], report
+    assert "2 times that of one process" in report.differences[0].what
+
+
+def results_twice(case: Case) -> list[bool]:
+    """Whether results are the same when they are read again; and those of an engine that was drained before."""
+    engine, metrics = trained(case)
+    first, second = results_of(engine, metrics), results_of(engine, metrics)
+    engine, metrics = trained(case)
+    engine.finish()
+    third = results_of(engine, metrics)
+    return [
+        a.moments.keys() == b.moments.keys()
+        and all(torch.equal(values, b.parts[part][name]) for part in a.parts for name, values in a.parts[part].items())
+        for a, b in ((first, second), (first, third))
+    ]
+
+
+def test_results_are_those_of_an_ended_step() -> None:
+    case = Case(pp=2, schedule="2bw", microbatches=4, zero=0)
+    assert run_ranks(2, results_twice, case) == [[True, True]] * 2
 
 
 def test_the_example_is_the_same_on_the_command_line() -> None:

@@ -194,7 +194,7 @@ def test_a_tied_weight_is_owned_by_its_first_stage() -> None:
         unit = Unit(0, (Shape(8, 4, True, False),))
         plan = layout.build(
             [unit],
-            {"u0.p0": layout.Tie(0, (0, 1), (0, 1))},
+            {"u0.p0": layout.Tie(0, (0, 1), (0, 1), ((0,), (0,)))},
             grid,  # type: ignore[arg-type]
             policy(grid.axis("dp"), True, 100),
         )

@@ -21,6 +21,7 @@ STD = 0.2  # large, so that attention is not all but uniform and every gradient 
 CLASSES = 11  # of images
 PATCH = 4
 CHANNELS = 3
+EXIT, SQUARES = 0.3, 0.05  # weights of the losses of middle layers
 
 Function = Callable[[Tensor], Tensor]
 
@@ -306,6 +307,41 @@ class Join(nn.Module):
     def forward(self, given: tuple[Tensor, Tensor], micro: MicroBatch) -> Tensor:
         x, memory = given
         return self.head(x + stretch(F.linear(memory, self.weight)), micro)
+
+
+class Supervised(nn.Module):
+    """A layer on (x, loss so far), which adds a loss of its own; an exit of the model at this depth, if it has a head.
+
+    Without one, the loss is the mean square of its output over all labelled tokens.
+    """
+
+    def __init__(self, layer: nn.Module, slicing: Slicing, head: layers.LanguageModelHead | None = None) -> None:
+        super().__init__()
+        self.name, self.layer, self.slicing, self.head = layer.name, layer, slicing, head
+
+    def forward(self, given: Tensor | tuple[Tensor, Tensor], micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        x, loss = given if isinstance(given, tuple) else (given, given.new_zeros(()))
+        x = self.layer(x, micro)
+        if micro.labels is None:
+            return x, loss
+        if self.head is not None:
+            return x, loss + EXIT * self.head(x, micro)
+        squares = x.square().mean(-1).sum()
+        if self.slicing.sequence_parallel:
+            squares = collectives.reduce_from(squares, self.slicing.tp)
+        return x, loss + SQUARES * squares * micro.weight
+
+
+class WithLosses(nn.Module):
+    """The head, whose loss is added to those of the layers before."""
+
+    def __init__(self, head: layers.LanguageModelHead) -> None:
+        super().__init__()
+        self.name, self.head = head.name, head
+
+    def forward(self, given: tuple[Tensor, Tensor], micro: MicroBatch) -> Tensor:
+        x, loss = given
+        return self.head(x, micro) + (0 if micro.labels is None else loss)
 
 
 class Patches(nn.Module):

@@ -181,6 +181,20 @@ class TwoTensors(Decoder):
         return [first, blocks[0], value, blocks[1], own.Join(self.head(), self.hidden, self.slicing)]
 
 
+class MiddleLosses(Decoder):
+    """Losses in middle layers: two early exits, one with the tied head and one with its own, and a penalty."""
+
+    def layers(self) -> list[nn.Module]:
+        blocks = [self.block(f"blocks.{i}") for i in range(3)]
+        heads = [self.exit("exit.0", WORD), None, self.exit("exit.1", "exit.1.weight")]
+        supervised = [own.Supervised(b, self.slicing, h) for b, h in zip(blocks, heads, strict=True)]
+        return [self.embedding(), *supervised, own.WithLosses(self.head())]
+
+    def exit(self, name: str, weight: str) -> layers.LanguageModelHead:
+        norm = self.norm(f"{name}.norm")
+        return layers.LanguageModelHead(name, weight, norm, self.vocab, self.hidden, self.slicing, std=STD)
+
+
 class Vision(Decoder):
     """A vision transformer: no tokens, pixels in the batch, labels of one dimension, a parameter of four."""
 
@@ -205,5 +219,6 @@ MODELS: dict[str, type[Decoder]] = {
     "hourglass": Hourglass,
     "latent": LatentAttention,
     "two-tensors": TwoTensors,
+    "middle-losses": MiddleLosses,
     "vision": Vision,
 }

@@ -32,6 +32,7 @@ class Run:
     step: int = 0
     training: bool = True
     means: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)  # of middle layers, as sums
 
 
 @dataclass
@@ -189,6 +190,17 @@ def two_tensors(w: Weights, batch: Batch, run: Run) -> Tensor:
     return head(w, block(w, "blocks.1", x) + stretch(dense(w, "head.memory", memory)))
 
 
+def middle_losses(w: Weights, batch: Batch, run: Run) -> Tensor:
+    x = block(w, "blocks.0", w[WORD][batch["tokens"]])
+    exits = [rms(w, "exit.0.norm", x) @ w[WORD].t()]
+    x = block(w, "blocks.1", x)
+    squares = x.square().mean(-1).sum()
+    x = block(w, "blocks.2", x)
+    exits.append(rms(w, "exit.1.norm", x) @ w["exit.1.weight"].t())
+    run.losses = [0.05 * squares, *(0.3 * summed_loss(logits, batch["labels"]) for logits in exits)]
+    return head(w, x)
+
+
 def encoder(w: Weights, name: str, x: Tensor) -> Tensor:
     y = layer_norm(w, f"{name}.norm", x)
     q, k, v = (heads(dense(w, f"{name}.{part}", y), HEADS) for part in ("query", "key", "value"))
@@ -217,6 +229,7 @@ TRUTHS: dict[str, Callable[[Weights, Batch, Run], Tensor]] = {
     "hourglass": hourglass,
     "latent": latent,
     "two-tensors": two_tensors,
+    "middle-losses": middle_losses,
     "vision": vision,
 }
 FROZEN = {"frozen-embedding": ("embedding.", "blocks.0."), "frozen-middle": ("blocks.1.", "blocks.2.mlp.")}
@@ -229,6 +242,13 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """The sum over labels that are not below 0."""
     counted = labels >= 0
     return F.cross_entropy(logits[counted], labels[counted], reduction="sum")
+
+
+def loss_of(name: str, w: Weights, part: Batch, run: Run) -> Tensor:
+    """The sum of all losses of a model over a micro-batch."""
+    run.losses = []
+    loss = summed_loss(TRUTHS[name](w, part, run), part["labels"])
+    return sum(run.losses, loss)
 
 
 def train(name: str, weights: Weights, batches: Sequence[Batch], microbatches: int, evaluated: Batch) -> Result:
@@ -250,7 +270,7 @@ def train(name: str, weights: Weights, batches: Sequence[Batch], microbatches: i
     run.step, run.training = len(batches), False
     labels = evaluated["labels"]
     with torch.no_grad():
-        result.evaluation = float(summed_loss(TRUTHS[name](w, evaluated, run), labels) / (labels >= 0).sum())
+        result.evaluation = float(loss_of(name, w, evaluated, run) / (labels >= 0).sum())
     result.weights = {key: value.detach() for key, value in w.items()}
     for layer, mean in run.means.items():
         result.weights |= {f"{layer}.mean": mean, f"{layer}.scale": torch.tensor(1 / len(batches), dtype=torch.float64)}
@@ -264,6 +284,6 @@ def cut(batch: Batch, count: int) -> list[Batch]:
 
 def backward(name: str, w: Weights, part: Batch, batch: Batch, run: Run) -> float:
     """The backward of a micro-batch's part of the mean loss; gives the part."""
-    loss = summed_loss(TRUTHS[name](w, part, run), part["labels"]) / (batch["labels"] >= 0).sum()
+    loss = loss_of(name, w, part, run) / (batch["labels"] >= 0).sum()
     loss.backward()
     return float(loss.detach())

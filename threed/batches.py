@@ -27,18 +27,15 @@ Batch = Mapping[str, Tensor]
 
 
 class Batches:
-    """Cuts this data rank's share of global batches for a model. ends: whether the model ends on this rank. layers: all
-    layers of the model; those of `threed.layers` at its ends need ids."""
+    """Cuts this data rank's share of global batches for a model. layers: all layers of the model; those of
+    `threed.layers` at its ends need ids."""
 
-    def __init__(
-        self, model: Model, topology: Topology, config: Config, layers: Sequence[nn.Module] = (), ends: bool = True
-    ) -> None:
+    def __init__(self, model: Model, topology: Topology, config: Config, layers: Sequence[nn.Module] = ()) -> None:
         self.wrapped = model if isinstance(model, Wrapped) else None
         self.topology, self.slicing = topology, model.slicing
         self.size, self.global_batch = config.train.micro_batch, config.train.global_batch
         self.dtype = dtype(config.precision.dtype)
         self.casts = config.precision.cast_inputs
-        self.ends = ends
         needs = {"tokens": Embedding, "labels": LanguageModelHead}
         self.ids = [key for key, kind in needs.items() if any(isinstance(layer, kind) for layer in layers)]
         self.empty = Flag("no label of the global batch counts (all are below 0)", error=False)
@@ -109,7 +106,7 @@ class Batches:
             for at in range(0, rows, self.size)
         ]
 
-    def _micro_batch(self, part: dict[str, Tensor], weight: Tensor | None, step: int, training: bool) -> MicroBatch:
+    def _micro_batch(self, part: dict[str, Tensor], weight: Tensor, step: int, training: bool) -> MicroBatch:
         tokens, labels, samples = (part.pop(key, None) for key in ("tokens", "labels", "samples"))
         return MicroBatch(tokens, labels, samples, weight, step, training, part or None)
 
@@ -134,10 +131,9 @@ class Batches:
         casts = self.casts and value.is_floating_point()
         return start_copy_in(value, self.topology.device, self.dtype if casts else value.dtype)
 
-    def _weight(self, valid: Tensor, scale: Tensor | float) -> Tensor | None:
-        """The loss scale / the global number of valid items; needed, and so agreed upon, where the model ends only."""
-        if not self.ends:
-            return None
+    def _weight(self, valid: Tensor, scale: Tensor | float) -> Tensor:
+        """Returns the loss scale / the global number of valid items. Every stage needs it: a layer anywhere in the
+        model may compute a loss."""
         total = collectives.sum_of_scalars(valid.view(1), self.topology.axis("dp"))[0]
         self.empty.note(total == 0)
         return scale / total.clamp(min=1)

@@ -19,10 +19,13 @@ from torch import nn
 
 from threed import schedules
 from threed.config import Config, ConfigError
+from threed.layers import LanguageModelHead
+from threed.layers.slicing import Flag
 from threed.models import Model, Wrapped
 from threed.models.wrapped import find_problems
-from threed.pipeline.activation_checkpointing import build, recomputed_layers, with_recompute
+from threed.pipeline.activation_checkpointing import build, recomputed_layers, sliced_over, with_recompute
 from threed.pipeline.layer_major import LayerMajorStage
+from threed.pipeline.replicated_inputs import unlike_inputs
 from threed.pipeline.stage import AlwaysWhole, ParameterGatherer, Stage
 from threed.planner.cut import Cut, partition
 from threed.planner.measured import Division, stage_costs, times_by_flops
@@ -174,7 +177,7 @@ class Blueprint:
         make: Callable[..., Stage] = layer_major if self.layer_major else Stage
         wrapped = isinstance(self.model, Wrapped)
         units = {} if wrapped else {unit: mine[unit] for unit in self.recomputed_units}
-        recomputed = build(self.config, units, self.live, self.model.slicing, self.topology)
+        recomputed = build(self.config, units, self.live, self.model.slicing, self.topology, self._unlike)
         for chunk in self.chunks:
             layers, own = mine[first : first + len(chunk)], AlwaysWhole() if wrapped else gatherer
             stages.append(make(layers, own, self.config.zero.prefetch, first, recomputed))
@@ -201,6 +204,17 @@ class Blueprint:
         """This rank's units of which something is computed again."""
         return [unit for unit, number in enumerate(self.held) if number in self.recomputed]
 
+    @functools.cached_property
+    def _unlike(self) -> Flag:
+        return unlike_inputs()
+
+    @property
+    def flags(self) -> list[Flag]:
+        """The errors that all layers of the model, and the stages, detect on the device: the same on every rank."""
+        found = [f for layer in self.layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
+        sliced = not isinstance(self.model, Wrapped) and sliced_over(self.config, self.model.slicing)
+        return [*found, self._unlike] if sliced and self.config.recompute.mode == "full" else found
+
     @functools.cached_property  # every step asks, and a plan is long to hash
     def optimistic(self) -> bool:
         """Whether updates begin before the gradient norm is known, and are validated in the next step."""
@@ -218,10 +232,11 @@ class Blueprint:
 
 
 def set_loss_chunks(layers: Sequence[nn.Module], config: Config) -> None:
-    """Tells the layers that make logits in how many parts; before they are traced or timed."""
-    for layer in layers:
-        if hasattr(layer, "loss_chunks"):
-            layer.loss_chunks = config.recompute.loss_chunks  # type: ignore[assignment]
+    """Sets the number of parts in which heads make logits, also those inside other layers; before they are traced or
+    timed."""
+    for module in (module for layer in layers for module in layer.modules()):
+        if isinstance(module, LanguageModelHead):
+            module.loss_chunks = config.recompute.loss_chunks
 
 
 @functools.lru_cache(maxsize=32)

@@ -91,11 +91,9 @@ class Engine:
         self.config, blueprint = draw(self.model, topology, config, wrapped=self.wrapped is not None)
         self.blueprint = blueprint
         layers, mine = blueprint.layers, [blueprint.layers[number] for number in blueprint.held]
-        ends = topology.axis("pp").index in blueprint.cut.ends
-        self.batches = Batches(self.model, topology, config, layers, ends)
+        self.batches = Batches(self.model, topology, config, layers)
         self.layout = blueprint.layout
-        flags = [f for layer in layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
-        self.faults = Faults([self.batches.empty, *flags], topology.device, warns=topology.rank == 0)
+        self.faults = Faults([self.batches.empty, *blueprint.flags], topology.device, warns=topology.rank == 0)
         module = self.wrapped and self.wrapped.module
         self.buffers = buffers.build(layers, blueprint.cut, topology, blueprint.again, module)
         wire, dynamic = setup.wire(config.precision), self.wrapped is not None
@@ -105,8 +103,7 @@ class Engine:
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
             learning_rate or setup.learning_rate(config.optim, config.train.steps), device=topology.device,
             grad_clip=config.train.grad_clip, loss_scale=loss_scale or setup.loss_scale(config.precision),
-            delayed=config.zero.delayed_update, optimistic=blueprint.optimistic,
-            max_spike=config.train.max_norm_spike,
+            optimistic=blueprint.optimistic, max_spike=config.train.max_norm_spike,
         )  # fmt: skip
         self.reducer.warns, self.reducer.early = topology.axis("tp").index == 0, self.optimizer.early
         self.saver = Saver(self.optimizer, topology, self.config)
@@ -217,7 +214,7 @@ class Engine:
     def zero_grad(self) -> None:
         """Drops all gradients so far: of the step that is under way, and those that other engines' losses brought."""
         if self.asynchronous is not None:  # the last step keeps its own
-            self._finish()
+            self.finish()
         self.reducer.drop()
 
     def update(self, loss: Tensor, tokens: int = 0) -> StepMetrics:
@@ -267,7 +264,7 @@ class Engine:
     def evaluate(self, batch: Batch) -> Tensor:
         """The mean token loss (scalar tensor, on every rank) of this data rank's share of a batch, without training; no
         number (NaN) if the batch has ids beyond the vocabulary, or no label that counts."""
-        self._finish()
+        self.finish()
         evaluating = nullcontext() if self.wrapped is None else self.wrapped.evaluating()
         with torch.inference_mode(False), evaluating, self.faults.apart():
             micros = self._micro_batches(batch, training=False)
@@ -279,7 +276,7 @@ class Engine:
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Logits [b s v/t] of tokens [b s], cut by vocabulary, on the last stage; None on the others."""
-        self._finish()
+        self.finish()
         with torch.inference_mode(False):
             micro = MicroBatch(tokens.to(self.topology.device), training=False)
             outputs = self.executor.run(self.blueprint.lowered(1, training=False), [micro])
@@ -302,13 +299,13 @@ class Engine:
     def _take_in(self) -> None:
         """Frees what is gathered; values that were changed by hand are kept."""
         self._forwards_ended()
-        self._finish()
+        self.finish()
         if self.changes is not None:
             self.changes.take_in()
 
     def bad_steps(self) -> int:
         """How many steps in a row, up to the last one, were skipped and count as bad; ends that step. Collective."""
-        self._finish()
+        self.finish()
         return int(self.optimizer.bad.in_a_row)
 
     def compare_replicas(self) -> None:
@@ -316,8 +313,8 @@ class Engine:
         self._take_in()
         replicas.check(self.optimizer, self.topology, self.steps)
 
-    def _finish(self) -> None:
-        """Brings the last step to its end: the weights are what they will be. Collective."""
+    def finish(self) -> None:
+        """Ends the last step (optimistic updates, what 2bw leaves open); does not change the training. Collective."""
         self.reducer.recover()
         self.optimizer.validate()
         if self.asynchronous is not None:
@@ -370,6 +367,7 @@ class Engine:
         learnt = collectives.exchange(self.reducer.learnt(), self.topology.axis("pp"))
         uses = {name: count for stage in learnt for name, count in stage.items()}
         state = {"steps": self.steps, "consumed": self.consumed, "extra": dict(extra or {}), "uses": uses}
+        state |= {} if self.asynchronous is None else self.asynchronous.state()
         if self.optimizer.unused is not None:
             state["unused"] = self.optimizer.unused.state()
         return state
@@ -384,6 +382,8 @@ class Engine:
         state = hf_import.load(*about) if is_hf_folder(Path(path)) else native.load(*about, hashed)
         self.steps, self.consumed = int(state["steps"]), int(state["consumed"])
         self.reducer.restore(state.get("uses", {}))
+        if self.asynchronous is not None:
+            self.asynchronous.restore(state)
         if self.optimizer.unused is not None:
             self.optimizer.unused.restore(state.get("unused"))
         return dict(state["extra"])

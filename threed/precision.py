@@ -66,8 +66,8 @@ class Scaler:
         return {"loss_scale": float(self.scale), "good_steps": float(self.good), "hysteresis_left": float(self.left)}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Takes up where a checkpoint left off; one without a loss scale changes nothing."""
-        if self.rule.dynamic and "loss_scale" in state:
-            self.scale.fill_(state["loss_scale"])
-            self.good.fill_(state["good_steps"])
-            self.left.fill_(state["hysteresis_left"])
+        """Restores the scale of a checkpoint; for a checkpoint without a loss scale, the initial one."""
+        if self.rule.dynamic:
+            self.scale.fill_(state.get("loss_scale", self.rule.initial))
+            self.good.fill_(state.get("good_steps", 0.0))
+            self.left.fill_(state.get("hysteresis_left", float(self.rule.hysteresis)))

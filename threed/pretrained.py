@@ -23,7 +23,7 @@ from threed.checkpoint.hf_folder import HFFolder, is_hf_folder
 from threed.checkpoint.hf_import import model_differences
 from threed.config import ConfigError, ModelConfig, key_name
 from threed.data.tokenizer_files import VOCABULARY_NAMES, folder_files
-from threed.resolution import resolve_model
+from threed.resolution import resolve_model, spelt_as
 
 Groups = Mapping[str, Mapping[str, Any]]
 SEQ = 256  # as long as nobody says how long
@@ -56,7 +56,7 @@ def find(argv: list[str], defaults: Groups, check: bool = True) -> Pretrained | 
         raise ConfigError([f"--checkpoint.resume {path}: {error}"]) from None
     if opened is None:
         return None
-    saved, tokenizer = opened
+    saved, tokenizer = spelt_as(opened[0], config.model), opened[1]
     found = Pretrained(_flags(saved), _with(defaults, saved, tokenizer))
     model = load([*found.flags, *argv], defaults=found.defaults)[0].model
     if differences := model_differences(path, saved, model):

@@ -88,6 +88,15 @@ def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
     return model.model_copy(update=_resolve_model(model, vocab))
 
 
+def spelt_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
+    """Returns a saved Qwen3 as the Llama with `qk_norm` that a run spells it as, if the run does and it can be; any
+    other saved model as it is. Both have the same layers and weights."""
+    llama = saved.model_copy(update={"arch": "llama", "qk_norm": True})
+    windows = saved.window is not None or saved.layer_pattern is not None
+    same = (saved.arch, model.arch, model.qk_norm, windows) == ("qwen3", "llama", True, False)
+    return llama if same else saved
+
+
 def _resolve_model(model: ModelConfig, vocab: int | None) -> dict[str, Any]:
     derived = architectures.find(model.arch).resolved(dict(model))
     return derived if vocab is None or model.vocab is not None else {**derived, "vocab": vocab}

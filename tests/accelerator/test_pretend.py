@@ -47,7 +47,8 @@ SETTINGS: dict[str, list[object]] = equivalence.SETTINGS | {
     "partition": ["balanced"],
 }
 LARGE_DP = 512  # in place of 4: worlds of 512 and 1,024
-FIRST_STEP = ("warn_of_unused", "_reduce_late", "_search")  # ranks agree once, as JSON, on what the step has shown
+# Ranks agree once, as JSON, on what the step has shown; tensor ranks compare the inputs that they may slice.
+FIRST_STEP = ("warn_of_unused", "_reduce_late", "_search", "_compare")
 
 
 def make(values: Values) -> Case | None:

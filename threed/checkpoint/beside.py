@@ -216,7 +216,7 @@ def on_paper(layout: Layout, states: Sequence[State]) -> list[State]:
     """Returns all states that a rank will have, as a forecast: those of a layout, of frozen parameters, and of the
     version before."""
     others = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
-    if layout.policy.versions > 1:
+    if layout.policy.versions > 1 or layout.policy.delayed:
         others += [State(bucket, {PREVIOUS: bucket.storage}) for bucket in layout.buckets]
     return [*states, *others]
 

@@ -25,7 +25,7 @@ from threed.checkpoint.weights_only import FILE_BYTES, write_weights
 from threed.config import Config, DataConfig, ModelConfig
 from threed.data.tokenizer_files import folder_files
 from threed.precision import DTYPES
-from threed.resolution import resolve_model
+from threed.resolution import resolve_model, spelt_as
 from threed.sharding import Box, Piece
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
@@ -63,7 +63,8 @@ def import_hf(
 
 
 def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras) -> dict[str, Any]:
-    """Fills the optimizer with a folder's weights, and moments of zero; returns the counters of a run's begin.
+    """Fills the optimizer with a folder's weights, moments of zero and the initial loss scale; returns the counters of
+    a run's begin.
 
     Collective. The first rank checks the whole folder, all others open the files that they need. CheckpointError on
     every rank where something does not fit, before anything is overwritten.
@@ -90,6 +91,7 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     optimizer.mend()
     optimizer.updates.zero_()
     optimizer.bad.restore({"skips": 0.0})
+    optimizer.scaler.restore({})
     return {"steps": 0, "consumed": 0, "extra": {"hf": record}}
 
 
@@ -134,7 +136,7 @@ def _agreed_record(folder: HFFolder, everyone: Axis) -> dict[str, Any]:
 
 def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> list[str]:
     """Returns what of a run's model is another than that of the folder `path`, one line each."""
-    found, wanted = dict(saved), dict(resolve_model(model))
+    found, wanted = dict(spelt_as(saved, model)), dict(resolve_model(model))
     names = [name for name in found if name not in FREE and found[name] != wanted[name]]
     return [f"the model of {path} has {name} = {found[name]}, this run has {wanted[name]}" for name in names]
 

@@ -131,6 +131,9 @@ class _State(_Strict):
     hysteresis_left: Amount | None = None
     norm_mean: Annotated[float, Field(ge=0)] = 0.0  # of gradients
     norms: Amount = 0.0
+    last_update: Annotated[  # norm and learning rate, under 2bw
+        list[float | None], Field(min_length=2, max_length=2, default_factory=lambda: [0.0, 0.0])
+    ]
 
     @model_validator(mode="after")
     def _whole_scale(self) -> _State:

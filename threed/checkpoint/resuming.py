@@ -23,7 +23,7 @@ from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import parts_of
 from threed.config import Config, ModelConfig, OptimConfig, key_name, python_name
 from threed.data import Data
-from threed.resolution import resolve_model
+from threed.resolution import resolve_model, spelt_as
 from threed.zero.records import PREVIOUS, WEIGHT
 from threed.zero.setup import learning_rate
 from threed.zero.setup import rule as optimizer_rule
@@ -74,6 +74,7 @@ RULES = (
     ),
     Rule("precision", "dtype", "applied", "results are rounded otherwise; the master weights stay"),
     Rule("precision", "grad-dtype reduce-dtype", "applied", "gradients are rounded otherwise"),
+    Rule("precision", "cast-inputs", "applied", "floating-point inputs are rounded, or not, from here on"),
     Rule("precision", "loss-scale", "applied", "dynamic goes on from the checkpoint's dynamic scale, if it has one"),
     Rule(
         "model",
@@ -216,7 +217,8 @@ def model_differences(manifest: Manifest, config: Config) -> list[str]:
     """Returns what of the model differs between a checkpoint and a configuration and is refused, one line each."""
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
     with suppress(ValueError):  # what keys mean that the version which saved it did not have; of a later one, as it is
-        saved = resolve_model(ModelConfig.model_validate(saved)).model_dump(mode="json")
+        resolved = resolve_model(ModelConfig.model_validate(saved))
+        saved = spelt_as(resolved, config.model).model_dump(mode="json")
     fixed = {python_name(key[6:]) for key, rule in BY_KEY.items() if rule.group == "model" and rule.change == "refused"}
     if architectures.find(config.model.arch).learned_positions or config.model.rope_scaling is not None:
         fixed.add("positions")

@@ -68,7 +68,7 @@ def prepare(
     hurries: asked meanwhile, by any thread, whether `checkpoint.write-limit-mib` does not hold any more.
     """
     everyone = topology.axis("world")
-    optimizer.settle()  # a run that goes on from here and one that resumes see the same parameters
+    optimizer.settle()
     extras.ready()
     mine = held(optimizer.layout, states(optimizer))
     said, values = extras.entries()

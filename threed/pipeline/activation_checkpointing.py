@@ -6,9 +6,9 @@
     x = store.get(saved)       ...     store.release(saved)
 
 What is saved is the input itself; or a copy in a slot of an arena, in host memory beside a GPU, or on a drive. Where
-all tensor ranks have the same input, each may save its part, to be gathered again (ZeRO, arXiv 1910.02054, section 6.1:
-P_a, P_a+cpu). `fetch` begins to read from the drive, `prefetch` begins to copy to the device and to gather; all tensor
-ranks run the same layers in the same order, so their gathers match.
+all tensor ranks have the same input (`replicated_inputs`), each may save its part, to be gathered again (ZeRO, arXiv
+1910.02054, section 6.1: P_a, P_a+cpu). `fetch` begins to read from the drive, `prefetch` begins to copy to the device
+and to gather; all tensor ranks run the same layers in the same order, so their gathers match.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from threed.collectives import Pending
 from threed.config import Config, ConfigError
 from threed.device import beside, copy_stream, current_stream, is_accelerator
 from threed.layers.recompute import Selective
-from threed.layers.slicing import Slicing
+from threed.layers.slicing import Flag, Slicing
 from threed.memory.arena import Arena
 from threed.memory.io import BLOCK, Disk
 from threed.memory.tiers import Drive, InMemory, OnDrive, StagedBuffer, Storage
+from threed.pipeline.replicated_inputs import ReplicatedInputs
 from threed.topology import Axis, Topology
 
 META = torch.device("meta")
@@ -104,9 +105,12 @@ class OnDrives:
 
 @dataclass(eq=False)
 class SavedInput:
-    """A layer's saved input. value: on the device, whole or this rank's part. arrived: its copy from the host ended."""
+    """A layer's saved input. axis: the ranks over which it is sliced, if it is. value: on the device, in full or this
+    rank's slice. sample: some elements of a sliced one. arrived: its copy from the host ended."""
 
     shape: torch.Size
+    axis: Axis | None = None
+    sample: Tensor | None = None
     storage: Storage | None = None
     value: Tensor | None = None
     arrived: torch.Event | None = None
@@ -116,42 +120,46 @@ class SavedInput:
 
 class ActivationStore:
     """Saves inputs. axis: they are sliced over it, unless None. storages: for copies; None saves the inputs themselves.
-    device: where layers run. away: storages are not on the device, and copies use a stream of their own."""
+    device: where layers run. away: storages are not on the device, and copies use a stream of their own. replicated:
+    finds the inputs that may be sliced; None: all of them."""
 
     def __init__(
-        self, axis: Axis | None, storages: StoragePool | None, device: torch.device, away: bool = False
-    ) -> None:
-        self.axis, self.storages, self.device = axis, storages, device
+        self, axis: Axis | None, storages: StoragePool | None, device: torch.device, away: bool = False,
+        replicated: ReplicatedInputs | None = None,
+    ) -> None:  # fmt: skip
+        self.axis, self.storages, self.device, self.replicated = axis, storages, device, replicated
         self._stream = copy_stream(device, "activations") if away and is_accelerator(device) else None
         self._leaving: deque[tuple[torch.Event, StagedBuffer, Tensor]] = deque()
 
-    def save_all(self, given: Sequence[Tensor]) -> tuple[SavedInput, ...]:
-        """Saves the tensors of a layer's input."""
+    def save_all(self, unit: int, given: Sequence[Tensor]) -> tuple[SavedInput, ...]:
+        """Saves the tensors of the input of layer `unit`."""
         if len(given) > MOST_ON_DRIVE and isinstance(self.storages, OnDrives):
             raise ValueError(
                 f"--recompute.offload nvme saves at most {MOST_ON_DRIVE} tensors of a layer's input, not {len(given)}:"
                 " pass fewer, or use --recompute.offload cpu"
             )
-        return tuple(self.save(x) for x in given)
+        return tuple(self.save(x, (unit, number)) for number, x in enumerate(given))
 
-    def save(self, x: Tensor) -> SavedInput:
-        """Saves x [any shape]; the caller may drop it as soon as this returns."""
+    def save(self, x: Tensor, place: tuple[int, int] = (0, 0)) -> SavedInput:
+        """Saves x [any shape], the input at a place; the caller may drop it as soon as this returns."""
         saved, part, numel = SavedInput(x.shape), x.detach(), x.numel()
-        if self.axis is not None:
+        if self.axis is not None and (self.replicated is None or self.replicated.are(place, x)):
+            saved.axis = self.axis
+            saved.sample = None if self.replicated is None else self.replicated.sample(x)
             numel = -(-numel // self.axis.size)
             first = self.axis.index * numel
             part = part.reshape(-1)[first : first + numel]  # the last ranks' may be short
         if self.storages is None:
-            saved.value = self._own(part, numel)
+            saved.value = self._own(part, numel, saved.axis is not None)
             return saved
         saved.storage = self.storages.take(numel, x.dtype)
         staged = saved.storage.empty()
         self._copy_out(part.reshape(-1), staged)
         return saved
 
-    def _own(self, part: Tensor, numel: int) -> Tensor:
+    def _own(self, part: Tensor, numel: int, sliced: bool) -> Tensor:
         """Returns a tensor that keeps no other memory alive: `part` itself, or a copy of it."""
-        if self.axis is None:
+        if not sliced:
             return part if part.untyped_storage().nbytes() <= part.nbytes else part.clone()
         own = part.new_empty(numel)
         own[: part.numel()].copy_(part)
@@ -192,8 +200,8 @@ class ActivationStore:
                 assert saved.staged is not None
                 saved.value = saved.staged.wait().to(self.device, non_blocking=True)
                 saved.arrived = None if self._stream is None else self._stream.record_event()
-            if self.axis is not None and saved.gathering is None:
-                saved.gathering = collectives.start_all_gather(saved.value, self.axis)
+            if saved.axis is not None and saved.gathering is None:
+                saved.gathering = collectives.start_all_gather(saved.value, saved.axis)
 
     def get(self, saved: SavedInput, own: bool = False) -> Tensor:
         """Returns the input; until `release` it may be a view of the storage, unless it is to be the caller's own."""
@@ -203,11 +211,13 @@ class ActivationStore:
         if saved.arrived is not None:
             current_stream(self.device).wait_event(saved.arrived)
         if saved.gathering is not None:
-            whole = saved.gathering.wait()
+            whole = saved.gathering.wait()[: saved.shape.numel()]
+            if self.replicated is not None and saved.sample is not None:
+                self.replicated.check(saved.sample, whole)
             self.release(saved)
         elif own and saved.storage is not None and saved.arrived is None:
             whole = whole.clone()
-        return whole[: saved.shape.numel()].view(saved.shape) if self.axis is not None or saved.storage else whole
+        return whole[: saved.shape.numel()].view(saved.shape) if saved.axis is not None or saved.storage else whole
 
     def release(self, saved: SavedInput) -> None:
         """Frees a saved input; harmless when called again."""
@@ -220,7 +230,7 @@ class ActivationStore:
         if saved.storage is not None and self.storages is not None:
             self._store_left(at_most=0)
             self.storages.give(saved.storage)
-        saved.storage = saved.value = saved.arrived = saved.staged = saved.gathering = None
+        saved.storage = saved.value = saved.arrived = saved.staged = saved.gathering = saved.sample = None
 
 
 @dataclass(frozen=True)
@@ -251,12 +261,12 @@ def with_recompute(costs: Sequence[float], again: Sequence[int]) -> Sequence[flo
 
 
 def build(
-    config: Config, units: Mapping[int, nn.Module], live: int, slicing: Slicing, topology: Topology
+    config: Config, units: Mapping[int, nn.Module], live: int, slicing: Slicing, topology: Topology, unlike: Flag
 ) -> Recomputed:
     """Returns what a rank's stages recompute.
 
     units: by number, those that are recomputed in full or in part. live: the largest number of micro-batches whose
-    inputs are saved at once.
+    inputs are saved at once. unlike: set for inputs that cannot be sliced, and were.
     """
     r = config.recompute
     if r.mode == "none" or not units:
@@ -266,8 +276,10 @@ def build(
         for layer in units.values():
             selective.install(layer)
         return Recomputed(frozenset(units), selective=selective)
-    storages, sliced = _storages(config, topology, len(units) * live), _sliced_over(config, slicing)
-    return Recomputed(frozenset(units), ActivationStore(sliced, storages, topology.device, r.offload != "none"))
+    storages, sliced = _storages(config, topology, len(units) * live), sliced_over(config, slicing)
+    replicated = None if sliced is None else ReplicatedInputs(sliced, unlike)
+    store = ActivationStore(sliced, storages, topology.device, r.offload != "none", replicated)
+    return Recomputed(frozenset(units), store)
 
 
 def on_paper(config: Config, numbers: Sequence[int], slicing: Slicing, device: torch.device = META) -> Recomputed:
@@ -277,10 +289,11 @@ def on_paper(config: Config, numbers: Sequence[int], slicing: Slicing, device: t
         return Recomputed()
     if r.mode == "selective":
         return Recomputed(frozenset(numbers), selective=Selective(r.ops))
-    return Recomputed(frozenset(numbers), ActivationStore(_sliced_over(config, slicing), None, device))
+    return Recomputed(frozenset(numbers), ActivationStore(sliced_over(config, slicing), None, device))
 
 
-def _sliced_over(config: Config, slicing: Slicing) -> Axis | None:
+def sliced_over(config: Config, slicing: Slicing) -> Axis | None:
+    """Returns the tensor ranks over which saved inputs are sliced, if they are."""
     return slicing.tp if config.recompute.partition and slicing.tp.size > 1 and not slicing.sequence_parallel else None
 
 

@@ -189,7 +189,7 @@ class Stage:
         versions = [part._version for part in given]
         layer = self._layer(unit)
         with self._watch(unit) if micro.training else nullcontext():
-            y = layer(x, micro)
+            y = self._call(layer, unit, x, micro)
         if [part._version for part in given] != versions:  # of an input without a neighbour's graph, torch says it
             raise RuntimeError(f"layer {unit} ({type(layer).__name__}) changed its input in-place")
         parts = self._tensors(unit, y)
@@ -201,6 +201,22 @@ class Stage:
         outputs = like(y, [part.detach().requires_grad_(part.requires_grad) for part in parts])
         return outputs, Frame(begin, edges)
 
+    def _call(self, layer: nn.Module, unit: int, x: Any, micro: MicroBatch) -> Any:
+        """Runs a layer. TypeError naming it, and what x is, where it takes a tensor and x is none."""
+        try:
+            return layer(x, micro)
+        except (AttributeError, TypeError) as error:
+            if x is None or isinstance(x, Tensor):
+                raise
+            raise TypeError(
+                f"{self._name(unit)} was given a {type(x).__name__} of {len(x)} tensors, as the layer before it"
+                f" returned, and failed: {error}"
+            ) from error
+
+    def _name(self, unit: int) -> str:
+        layer = self._layer(unit)
+        return f"{getattr(layer, 'name', f'layer {unit}')} ({type(layer).__name__})"
+
     def _watch(self, unit: int) -> AbstractContextManager[None]:
         selective = self.recomputed.selective
         return nullcontext() if selective is None or unit not in self.recomputed.units else selective.watch()
@@ -209,10 +225,7 @@ class Stage:
         try:
             return tensors(y)
         except TypeError as error:
-            layer = self._layer(unit)
-            raise TypeError(
-                f"{getattr(layer, 'name', f'layer {unit}')} ({type(layer).__name__}) returned {error}"
-            ) from None
+            raise TypeError(f"{self._name(unit)} returned {error}") from None
 
     def _run_to_recompute(self, unit: int, x: Any, micro: MicroBatch) -> tuple[Any, Frame]:
         """Runs one layer without a graph; the tensors of y require a gradient if they might have had one."""
@@ -221,7 +234,7 @@ class Stage:
         draws, given = RngState(store.device), tensors(x)
         versions = [part._version for part in given]
         with torch.no_grad():
-            y = self._layer(unit)(x, micro)
+            y = self._call(self._layer(unit), unit, x, micro)
         draws.drawn()
         parts, grads = self._tensors(unit, y), tuple(part.requires_grad for part in given)
         if not (any(grads) or unit in self._trained):
@@ -231,7 +244,7 @@ class Stage:
                 f"layer {unit} ({type(self._layer(unit)).__name__}) changed its input in place, from which it is to be"
                 " computed again: change a copy (x = x * 2, not x.mul_(2)), or set the layer's `recomputable = False`"
             )
-        saved = store.save_all(given)
+        saved = store.save_all(unit, given)
         outputs = like(y, [part.detach().requires_grad_(part.is_floating_point()) for part in parts])
         return outputs, Frame(again=Again(saved, like(x, [None] * len(given)), grads, draws, micro))
 

@@ -18,12 +18,13 @@ from threed.schedules.plan import Plan
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that several pipeline ranks hold: its number among those of the model, the ranks, and all layers of
-    the model that use it. The same on every rank."""
+    """A parameter that several pipeline ranks hold: its number among those of the model, the ranks, all layers of the
+    model that use it, and for each of the ranks the chunks that use it. The same on every rank."""
 
     number: int
     stages: tuple[int, ...]
     layers: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,14 @@ class Cut:
         for number, held in enumerate(names):
             for name in dict.fromkeys(held):
                 users.setdefault(name, []).append(number)
-        ranks_of = {layer: self.holders(stage) for stage, held in enumerate(self.ranges) for layer in held}
+        stage_of = {layer: stage for stage, held in enumerate(self.ranges) for layer in held}
         ties: dict[str, Tie] = {}
         for name, used in users.items():
-            ranks = tuple(sorted({rank for number in used for rank in ranks_of[number]}))
+            stages = {stage_of[number] for number in used}
+            chunks = [tuple(c for c, stage in enumerate(held) if stage in stages) for held in self.placement]
+            ranks = tuple(rank for rank, some in enumerate(chunks) if some)
             if len(ranks) > 1:
-                ties[name] = Tie(len(ties), ranks, tuple(used))
+                ties[name] = Tie(len(ties), ranks, tuple(used), tuple(filter(None, chunks)))
         return ties
 
 

@@ -19,7 +19,7 @@ from threed import collectives
 from threed.checkpoint import native
 from threed.engine import Engine, StepMetrics
 from threed.sharding import slices
-from threed.zero.records import WEIGHT, Record, read, records
+from threed.zero.records import PREVIOUS, WEIGHT, Record, read, records
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # start and size
 KEPT = 2**16  # elements of a tensor that differs which a finding brings along
@@ -28,7 +28,7 @@ KEPT = 2**16  # elements of a tensor that differs which a finding brings along
 @dataclass
 class Results:
     """What a few steps gave: losses, gradient norms, every weight, moment and persistent buffer by global name (on rank
-    0)."""
+    0). Under 2bw and delayed updates the moments include the parameters of the update before."""
 
     losses: list[float]
     norms: list[float]
@@ -63,8 +63,9 @@ class Finding:
 
 
 def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
-    """What an engine holds after these steps. Collective."""
-    parts = engine.optimizer.rule.state_names
+    """What an engine holds after these steps; ends the last one (`Engine.finish`). Collective."""
+    engine.finish()
+    parts = [*engine.optimizer.rule.state_names, *([PREVIOUS] if engine.optimizer.earlier else [])]
     moments = {part: native.collect(engine.optimizer, engine.topology, part) for part in parts}
     state, names = engine.full_state_dict(), engine.buffers.shapes()
     buffers = {name: state.pop(name) for name in names if name in state}
@@ -72,15 +73,16 @@ def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
 
 
 def differences(engine: Engine, metrics: Sequence[StepMetrics], truth: Results, tolerance: float) -> list[Finding]:
-    """Where this rank's part of the results differs from the truth. Collective.
+    """Where this rank's part of the results differs from the truth; ends the last step (`Engine.finish`). Collective.
 
     Losses and norms may differ by `tolerance` relative to the truth's, the rest by so much absolutely. Buffers are
-    compared if the truth has some: what they gather may depend on how a batch is cut. Raises ValueError where the
-    optimizers keep other moments.
+    compared if the truth has some: what they gather may depend on how a batch is cut; parameters of the update before
+    if the truth has them. Raises ValueError where the optimizers keep other moments.
     """
+    engine.finish()
     losses = scalars("loss", [m.loss for m in metrics], truth.losses, tolerance)
     norms = scalars("norm", [m.grad_norm for m in metrics], truth.norms, tolerance)
-    if set(truth.moments) != set(engine.optimizer.rule.state_names):
+    if set(truth.moments) - {PREVIOUS} != set(engine.optimizer.rule.state_names):
         raise ValueError(f"{list(engine.optimizer.rule.state_names)} cannot be compared with {list(truth.moments)}")
     found = [*losses, *norms, *bad_cuts(engine, truth.weights), *unequal(engine, truth.parts, tolerance)]
     return [*found, *unequal_buffers(engine, truth.buffers, tolerance)]
@@ -96,6 +98,8 @@ def scalars(kind: str, got: Sequence[float], want: Sequence[float], tolerance: f
 def unequal(engine: Engine, truth: Mapping[str, Mapping[str, Tensor]], tolerance: float) -> Iterator[Finding]:
     """The boxes of weights and moments that this rank holds and that differ; `truth`: by part and global name."""
     for record, values in read(engine.optimizer, records(engine.optimizer)):
+        if record.part == PREVIOUS and PREVIOUS not in truth:
+            continue
         whole = truth.get(record.part, {}).get(record.piece.name)
         if whole is None or tuple(whole.shape) != record.piece.shape:
             yield _finding(record, values, "one process has no such tensor of this shape", math.nan)

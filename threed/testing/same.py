@@ -267,8 +267,8 @@ def _train(
         phase = "step"
         metrics = [engine.step(share(batches[0], topology))]
         _check_number(metrics[0].loss)
+        first = look("first", engine, metrics)  # which ends the step: all its backwards are watched
         watch.stop()
-        first = look("first", engine, metrics)
         metrics += [engine.step(share(batch, topology)) for batch in batches[1:]]
         last = look("last", engine, metrics)
         return {"first": first, "last": last, "layers": layers, "batches": batches}, watch

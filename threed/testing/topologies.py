@@ -12,6 +12,7 @@ import math
 import re
 
 from threed.config import Config, ConfigError, ParallelConfig
+from threed.schedules import is_asynchronous
 
 DEFAULT = (
     "micro1", "recompute", "tp2", "tp2-seq", "pp2", "dp2-zero1", "dp2-zero3", "tp2-pp2", "pp2-dp2-zero2",
@@ -47,8 +48,9 @@ def ranks_of(said: dict[str, int]) -> int:
 
 def plain(config: Config) -> Config:
     """The configuration with what is for several pipeline ranks as it is by default: one process runs whole backwards,
-    whatever the schedule of the others is."""
-    keys = ("schedule", "chunks", "partition", "memory_limit_gib", "optimistic_step")
+    whatever the schedule of the others is. An asynchronous schedule stays: it trains by a rule of its own."""
+    keys = ["chunks", "partition", "memory_limit_gib", "optimistic_step"]
+    keys += [] if is_asynchronous(config.parallel.schedule) else ["schedule"]
     defaults = {key: getattr(ParallelConfig(), key) for key in keys}
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=defaults)})
 

@@ -47,7 +47,10 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
         mine = hashlib.sha256(repr(cuts).encode()).hexdigest()
         for rank, other in zip(axis.ranks, collectives.exchange(mine, axis), strict=True):
             if other != mine:
-                raise ValueError(f"rank {rank} cut its parameters into other buckets than rank {topology.rank}")
+                raise ValueError(
+                    f"ranks {rank} and {topology.rank} have other parameters in their buckets, or in another order:"
+                    " build the same layers, with the same names and shapes, on all ranks"
+                )
 
 
 def check_gathers(orders: Sequence[int]) -> None:

@@ -14,10 +14,12 @@ for at the end of the step. Until then a copy of the gradients is kept.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,8 +53,20 @@ class Asynchronous:
         self._gradients: Callable[[], list[Gradient]] = list
         self._end: Callable[[], Update]
         zero, one = torch.zeros_like(optimizer.updates), torch.ones_like(optimizer.updates)
-        self._last = Update(zero, one, zero, one, zero, zero, zero[None], zero, zero)
-        self._carry = zero[None]  # of the last step's batch, this rank's part
+        self._none = Update(zero, one, zero, one, zero, zero, zero[None], zero, zero)
+        self.restore({})
+
+    def state(self) -> dict[str, list[float | None]]:
+        """Returns what a checkpoint keeps: gradient norm and learning rate of the newest update, None if not finite."""
+        numbers = float(self._last.grad_norm), float(self._last.lr)
+        return {"last_update": [number if math.isfinite(number) else None for number in numbers]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores what the next metrics tell of the newest update; zeros for a state without it."""
+        numbers = [math.nan if number is None else float(number) for number in state.get("last_update", (0.0, 0.0))]
+        norm, rate = (torch.full_like(self.optimizer.updates, number) for number in numbers)
+        self._last = replace(self._none, grad_norm=norm, lr=rate)
+        self._carry = torch.zeros_like(norm)[None]  # of the last step's batch, this rank's part
 
     def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs a step: what the last one has left, and the micro-batches as far as they are not left to the next.

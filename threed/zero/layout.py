@@ -50,6 +50,7 @@ class GroupKey:
     layers: tuple[int, ...] = ()  # of a tied and sliced one: all layers of the model that use it
     tile: str | None = None  # the name of a tile, which is gathered by itself while its layer uses it
     chunks: tuple[int, ...] = (0,)  # this rank's chunks of the model that use it
+    tied_chunks: tuple[tuple[int, ...], ...] = ()  # of a tied one: those of each of these stages
 
 
 @dataclass(eq=False)
@@ -285,8 +286,9 @@ def build(
 
     units: the rank's layers, on the meta device. chunks: the chunk of the model that each is in, by default all in one;
     chunks have buffers of their own, since each is reduced when its own backwards have ended. tied: by name, the
-    parameters that several stages hold. Their groups come last; groups and slots are in an order that all stages
-    share, however each stage uses them: so slices align, and sums over stages are called in the same order.
+    parameters that several stages hold. Their groups come last. All stages group them alike, by the chunks of every
+    stage and not only their own, and in the same order: so slices align, and sums over stages are called in the same
+    order.
     """
     keys: dict[GroupKey, list[Slot]] = {}
     for slot in _backward_order(collect(units), tied):
@@ -298,6 +300,7 @@ def build(
             tuple(sorted(set(slot.units))) if sliced else None, tie.layers if tie and sliced else (),
             spec.name if sliced and spec.tile[1] > 1 else None,
             (0,) if chunks is None else tuple(sorted({chunks[unit] for unit in slot.units})),
+            tie.chunks if tie else (),
         )  # fmt: skip
         keys.setdefault(key, []).append(slot)
     groups = [_group(key, slots, topology, policy) for key, slots in keys.items()]

@@ -38,6 +38,7 @@ from threed.zero.optimistic import Optimistic
 from threed.zero.state import (
     GRADIENT,
     PARAMETER,
+    PREVIOUS,
     WEIGHT,
     State,
     drop_all,
@@ -59,24 +60,27 @@ class Optimizer:
 
     learning_rate: maps the number of updates done (a tensor) to a learning rate (a tensor). grad_clip: the largest
     norm a step may have, 0 for no clipping. everyone: the axis of all ranks, for the norm. loss_scale: the factor in
-    the gradients. delayed: the update runs during the next step, which uses the weights from before it. optimistic: the
-    update does not wait for the norm, and is validated later. max_spike: see `BadSteps`. device: where the layers run.
+    the gradients. optimistic: the update does not wait for the norm, and is validated later. max_spike: see `BadSteps`.
+    device: where the layers run.
+
+    earlier: the parameters that are one update older than the weights, as states of their own, for checkpoints.
     """
 
     def __init__(
         self, layout: Layout, gatherer: Gatherer, everyone: Axis, rule: Rule,
         learning_rate: Callable[[Tensor], Tensor], *, device: torch.device, grad_clip: float, loss_scale: LossScale,
-        delayed: bool = False, optimistic: bool = False, max_spike: float = 0.0,
+        optimistic: bool = False, max_spike: float = 0.0,
     ) -> None:  # fmt: skip
         self.layout, self.gatherer, self.everyone, self.rule = layout, gatherer, everyone, rule
         self.learning_rate, self.grad_clip = learning_rate, grad_clip
-        self.states = [new_state(bucket, rule.state_names, layout.policy, delayed) for bucket in layout.buckets]
+        self.states = [new_state(bucket, rule.state_names, layout.policy) for bucket in layout.buckets]
         self.frozen = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
         self._keep = most_kept(self.states, layout.policy)
         self._turn = update_order(self.states, middle=self._keep > 0)
         self.on_host = not (layout.policy.optimizer_tier is None and layout.policy.params_tier is None)
-        self.delayed = ThreadPoolExecutor(1, "delayed-update") if delayed else None
+        self.delayed = ThreadPoolExecutor(1, "delayed-update") if layout.policy.delayed else None
         self._under_way: Future[None] | None = None
+        self._unpublished = False  # the parameters are one delayed update older than the weights
         self.torn = False  # a change of states began and did not end
         # What gives the initial weights, while all states are as they were initialised and it can do so again.
         self.initial: Callable[[str, Piece, Box], Tensor] | None = None
@@ -86,6 +90,9 @@ class Optimizer:
         self.optimistic = Optimistic(self) if optimistic else None
         self.early = Early(self, most_waiting(layout)) if layout.policy.early else None
         self.versions = Versions(layout, gatherer) if layout.policy.versions > 1 else None
+        self.earlier = self.versions.earlier if self.versions else []
+        if layout.policy.delayed:
+            self.earlier = [State(bucket, {PREVIOUS: bucket.portion}) for bucket in layout.buckets]
         self.unused: Unused | None = None  # set for a wrapped module
         self.before_change: Callable[[State], None] = lambda state: None  # a save may still read what it is called with
         self._stretches: dict[Bucket, list[Stretch]] = {}
@@ -131,7 +138,7 @@ class Optimizer:
     def apply(self, gradients: Sequence[Gradient], update: Update, guessed: bool = False) -> None:
         """Counts an update, and begins to do it. guessed: its norm is not known yet; call `bad.observe` when it is."""
         if self.versions is not None:
-            for state in self.versions.earlier:
+            for state in self.earlier:
                 self.before_change(state)
             self.versions.turn()
         self.updates += 1 - update.skip
@@ -174,6 +181,7 @@ class Optimizer:
         self.let_device_read()
         if self.delayed is not None:
             kept = _copies_on_host(gradients)
+            self._unpublished = True
             self._under_way = self.delayed.submit(self._update_in_turn, kept, now, False)
         else:
             self._update_in_turn(gradients, now, True)
@@ -250,8 +258,11 @@ class Optimizer:
         self.gatherer.publish(state.bucket)
 
     @contextmanager
-    def held(self, state: State, parts: Iterable[str], write: bool = False) -> Iterator[dict[str, Tensor]]:
-        """Yields some parts of a bucket's state to read; with `write` to change: then stores and publishes them."""
+    def held(
+        self, state: State, parts: Iterable[str], write: bool = False, publish: bool = True
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yields some parts of a bucket's state to read; with `write` to change: then stores them, and publishes the
+        weights."""
         if write:
             self.initial = None
             self.before_change(state)
@@ -261,7 +272,7 @@ class Optimizer:
         except BaseException:
             drop_all(buffers)
             raise
-        if write and WEIGHT in buffers:
+        if write and publish and WEIGHT in buffers:
             self._publish(state, buffers[WEIGHT].wait())
         store_all(buffers) if write else drop_all(buffers)
 
@@ -285,14 +296,23 @@ class Optimizer:
                 store_all(state.kept)
 
     def publish_delayed(self) -> None:
-        """Waits for a delayed update, if one is running, and copies its weights to the parameters."""
+        """Waits for a delayed update, if there is one, and copies its weights to the parameters. Called by the next
+        update, and before the weights are set; a call in between would end the delay of the next step."""
         self.finish_delayed()
-        if self._under_way is not None:
+        self._under_way = None
+        if self._unpublished:
             self.let_device_read()
-            for state in reversed(self.states):
+            for state, earlier in zip(reversed(self.states), reversed(self.earlier), strict=True):
+                self.before_change(earlier)
                 with self.held(state, (WEIGHT,), write=True):
                     pass
-            self._under_way = None
+            self._unpublished = False
+
+    def restore_delayed(self) -> None:
+        """Begins to gather the parameters of a checkpoint, to which the weights are to be published later."""
+        for state in reversed(self.earlier):
+            self.gatherer.publish(state.bucket)
+        self._unpublished = True
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -325,7 +345,7 @@ class Optimizer:
             self.optimistic.discard()
         if self._under_way is not None:
             wait((self._under_way,))
-        self._under_way = None
+        self._under_way, self._unpublished = None, False
         self.let_device_read()
         for state in self.states:
             drop_all(state.kept)
@@ -336,8 +356,9 @@ class Optimizer:
             synchronize(self.updates.device)
 
     def settle(self) -> None:
-        """Waits until updates are done, and the parameters that stay whole are gathered."""
-        self.publish_delayed()
+        """Waits until updates are done, and the parameters that stay whole are gathered; a delayed update stays
+        unpublished."""
+        self.finish_delayed()
         self.gatherer.settle()
 
 

@@ -35,7 +35,8 @@ class Policy:
     host: where a tier's values are worked on. states_once: pipeline ranks that hold the same parameters share the
     optimizer's states of them, each a part; not with tiers. versions: 2 where a step begins before the update of the
     one before it: of parameters, and a copy of the slices of gradients. early: updates begin in the backward, and write
-    to second regions of the drive (`threed.zero.early`).
+    to second regions of the drive (`threed.zero.early`). delayed: an update runs during the next step, which uses the
+    parameters from before it.
     """
 
     stage: int
@@ -53,6 +54,7 @@ class Policy:
     states_once: bool = False
     versions: int = 1
     early: bool = False
+    delayed: bool = False
 
     @property
     def drives(self) -> set[Drive]:

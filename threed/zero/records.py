@@ -85,8 +85,7 @@ def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Itera
 
 def states(optimizer: Optimizer) -> list[State]:
     """Returns the states of everything this rank updates, of frozen parameters, and of the version before."""
-    earlier = optimizer.versions.earlier if optimizer.versions else []
-    return [*optimizer.states, *optimizer.frozen, *earlier]
+    return [*optimizer.states, *optimizer.frozen, *optimizer.earlier]
 
 
 def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
@@ -131,11 +130,11 @@ def fill_in_place(
 
     set_first: called once memory may change, to set all of `those` states, which `write` is then not asked for.
     """
-    done = frozenset(those)
+    done, late = frozenset(those), parts is None and optimizer.layout.policy.delayed
     if parts is None:
         optimizer.discard()
     else:
-        optimizer.settle()
+        optimizer.publish_delayed()
         optimizer.flush()
         optimizer.let_device_read()
     with optimizer.changing():
@@ -147,9 +146,12 @@ def fill_in_place(
             set_first()
         for state in states(optimizer):
             wanted = [part for part in state.storages if parts is None or part in parts]
-            with optimizer.held(state, wanted, write=True) as held:
+            publish = not (late and state.bucket.group.key.trainable)
+            with optimizer.held(state, wanted, write=True, publish=publish) as held:
                 for record in records_of(state, parts) if state not in done else ():
                     write(record.part, record.piece, record.box, record.of(held[record.part]))
+        if late:
+            optimizer.restore_delayed()
         optimizer.gatherer.complete()
         optimizer.gatherer.settle()
         if optimizer.versions is not None:

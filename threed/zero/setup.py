@@ -67,6 +67,7 @@ def policy(config: Config, topology: Topology, ways: int = 1) -> Policy:
         params_tier=params, optimizer_tier=optimizer, host=host,
         states_once=ways > 1 and params is None and optimizer is None,
         versions=1 + is_asynchronous(config.parallel.schedule), early=is_early(config),
+        delayed=config.zero.delayed_update,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from threed.memory.tiers import OnDrive
 from threed.zero.layout import Policy
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import Extent
-from threed.zero.state import State
+from threed.zero.state import PREVIOUS, State
 
 WINDOW = 2  # slices in the window
 LINE = 4096  # bytes: parts of a slice start at multiples, as direct I/O wants them
@@ -76,7 +76,8 @@ def _size(places: Iterable[Tensor | OnDrive]) -> int:
 def is_copied(state: State, policy: Policy, gpu: bool) -> bool:
     """Whether a state is copied where there is memory for all: it is on the device, and changes, or is on a GPU."""
     group = state.bucket.group
-    if group.key.trainable:
+    parameters = policy.delayed and PREVIOUS in state.storages  # the optimizer's tier does not hold these
+    if group.key.trainable and not parameters:
         return policy.optimizer_tier is None
     return gpu and not (group.sliced and policy.params_tier is not None)
 

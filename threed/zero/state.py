@@ -1,6 +1,6 @@
 """The optimizer's state of what a rank updates of each bucket: where it is stored, and how it is read and written.
 
-    state = new_state(bucket, parts, policy, delayed)
+    state = new_state(bucket, parts, policy)
     for state, buffers in fetched_in_turn((state, state.fetch(parts)) for state in states):    reads ahead by one
         buffers["weight"].wait()                                                               [n]
 
@@ -23,7 +23,7 @@ from threed.zero.gradients import later_sums
 from threed.zero.layout import Bucket, Layout, Policy
 
 WEIGHT = "weight"
-PREVIOUS = "previous"  # parameters of the version before, where there are two (`threed.zero.versions`)
+PREVIOUS = "previous"  # parameters one update older than the weights, under 2bw and delayed updates
 GRADIENT, PARAMETER = "gradient", "parameter"  # what an update stages besides a bucket's state
 
 
@@ -125,7 +125,7 @@ def _fetch_all(storages: Mapping[str, Storage], buffers: dict[str, StagedBuffer]
     return buffers
 
 
-def new_state(bucket: Bucket, parts: tuple[str, ...], policy: Policy, delayed: bool) -> State:
+def new_state(bucket: Bucket, parts: tuple[str, ...], policy: Policy) -> State:
     """Returns a bucket's state, on the tier that the policy names. On one device weights and parameters share memory,
     unless parameters are narrower than fp32, or in use while the weights are updated."""
     device = bucket.group.params.device
@@ -134,7 +134,7 @@ def new_state(bucket: Bucket, parts: tuple[str, ...], policy: Policy, delayed: b
     full_precision = params.dtype in (torch.float32, torch.float64)
     same_device = params.device == (policy.host if policy.optimizer_tier else device)
     dtype = params.dtype if full_precision else torch.float32
-    weight = params if full_precision and same_device and not delayed else tier(n, dtype)
+    weight = params if full_precision and same_device and not policy.delayed else tier(n, dtype)
     state = State(bucket, {WEIGHT: weight, **{part: tier(n, dtype) for part in parts}})
     for storage in early_storages(state) if policy.early else ():
         storage.double()
