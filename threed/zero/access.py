@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from threed.sharding import storage_of
 from threed.zero.layout import Group, Slot
 
 PINNED = -5  # the holder of groups that stay gathered until the pass has ended
@@ -100,17 +101,6 @@ class Access:
             out.__class__ = GuardedView
             out.access, out.buffer, out.version = self, self.group.params, self.gatherer.version  # type: ignore[attr-defined]
         return out
-
-
-def storage_of(tensor: Tensor | None) -> int:
-    """Returns what identifies a tensor's storage; 0 if it has none."""
-    if tensor is None:
-        return 0
-    try:
-        with torch._C.DisableTorchFunctionSubclass():
-            return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors, wrappers of torch.func
-        return 0
 
 
 def undisturbed() -> AbstractContextManager[Any]:
