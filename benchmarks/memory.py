@@ -29,7 +29,8 @@ def live_mib() -> float:
     for tensor in found:
         tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
         if tensor.device.type == "cpu" and not _is_traced(tensor):
-            storage = tensor.untyped_storage()
+            with torch._C.DisableTorchFunctionSubclass():  # a sharded parameter has one number
+                storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values()) / 2**20
 

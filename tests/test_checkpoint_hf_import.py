@@ -256,7 +256,8 @@ def test_a_llama_with_head_norms_begins_from_the_folder_that_it_exports(tmp_path
         assert weights.keys() == found[0].keys()
         assert all(torch.equal(weights[name], value) for name, value in found[0].items())
     for path in (tmp_path / "folder", tmp_path / "native"):
-        start = find(["--model.arch", "llama", "--model.qk-norm", "true", "--checkpoint.resume", str(path)], {})
+        flags = ["--model.arch", "llama", "--model.qk-norm", "true", "--data.tokenizer", "bytes"]
+        start = find([*flags, "--checkpoint.resume", str(path)], {})
         assert start is not None
         model = load(start.flags)[0].model
         assert (model.arch, model.qk_norm, model.layers) == ("llama", True, 3)

@@ -205,9 +205,9 @@ def restarted(folder: Path, data: Data) -> None:
         run(folder, data, checkpoint={"resume": "none", "every": 1, "keep": 9}, train={"stop_after": steps[-1]})
         assert checkpoints(folder) == [f"step-{n}" for n in reversed(steps)]
     gone = configuration(folder, data, 1, checkpoint={"resume": str(step(folder, 99))})  # rotated away since
-    assert launch._resume_problems(folder / "run", gone) == []
+    assert launch._resume_problems(folder / "run", gone, data) == []
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
-    assert len(launch._resume_problems(folder / "run", gone)) == 1
+    assert len(launch._resume_problems(folder / "run", gone, data)) == 1
 
 
 def test_a_restarted_job_goes_on_where_it_was_and_not_where_it_began(tmp_path: Path) -> None:

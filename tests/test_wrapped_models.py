@@ -20,6 +20,7 @@ from tests.harness import run_ranks
 from threed.config import Config, ConfigError
 from threed.engine import Engine
 from threed.models.wrapped import Wrapped
+from threed.sharding import storage_of
 from threed.topology import Topology
 
 ROWS, WIDTH, VOCAB, STEPS = 8, 6, 20, 4
@@ -722,9 +723,9 @@ def refused_here(stage: int) -> dict[str, str]:
     for name, (make, _) in PAIRS.items():
         first, second = make()
         engine_of(first, stage)
-        before = [(p.data_ptr(), p.shape) for p in second.parameters() if p.device.type != "meta"]
+        before = [(storage_of(p), p.shape) for p in second.parameters() if p.device.type != "meta"]
         said[name] = message_of(lambda second=second: engine_of(second, stage))  # type: ignore[misc]
-        assert before == [(p.data_ptr(), p.shape) for p in second.parameters() if p.device.type != "meta"]
+        assert before == [(storage_of(p), p.shape) for p in second.parameters() if p.device.type != "meta"]
     for name, (build, _) in MODULES.items():
         said[name] = message_of(lambda build=build: engine_of(build(), stage))  # type: ignore[misc]
     return said

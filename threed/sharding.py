@@ -94,6 +94,17 @@ def attach(param: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
     return param
 
 
+def storage_of(tensor: Tensor | None) -> int:
+    """Returns what identifies a tensor's storage; 0 if it has none."""
+    if tensor is None:
+        return 0
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors, wrappers of torch.func
+        return 0
+
+
 def is_managed(param: Tensor) -> bool:
     """Returns whether an engine holds the parameter's values (`threed.zero.access`)."""
     return hasattr(param, "access")

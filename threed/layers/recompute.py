@@ -41,6 +41,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from threed import collectives
 from threed.device import rng_states, set_rng_states
+from threed.sharding import storage_of
 from threed.topology import Axis
 
 
@@ -279,8 +280,8 @@ class Selective(Recompute):
         gathered = (layer.axis.size * x.shape[0], *x.shape[1:])
 
         def pack(tensor: Tensor) -> Packed:
-            weights = {p.untyped_storage()._cdata for p in layer.parameters()} if tensor.shape == gathered else set()
-            if tensor.shape != gathered or tensor.untyped_storage()._cdata in weights:
+            weights = {storage_of(p) for p in layer.parameters()} if tensor.shape == gathered else set()
+            if tensor.shape != gathered or storage_of(tensor) in weights:
                 return self._pack(tensor)
             again = functools.partial(collectives.all_gather, axis=layer.axis)
             return _Operation("a gathered input", again, [placeholder], [False]).result(tensor)

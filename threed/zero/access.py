@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from threed.sharding import storage_of
 from threed.zero.layout import Group, Slot
 
 PINNED = -5  # the holder of groups that stay gathered until the pass has ended
@@ -102,17 +103,6 @@ class Access:
         return out
 
 
-def storage_of(tensor: Tensor | None) -> int:
-    """Returns what identifies a tensor's storage; 0 if it has none."""
-    if tensor is None:
-        return 0
-    try:
-        with torch._C.DisableTorchFunctionSubclass():
-            return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors, wrappers of torch.func
-        return 0
-
-
 def undisturbed() -> AbstractContextManager[Any]:
     """Returns a context in which tensors are plain, although the caller is inside inference mode or a transform of
     `torch.func`."""
@@ -145,9 +135,8 @@ _METADATA: set[Any] = {
     *_accessors("grad", "__delete__"),
     *_methods("size dim ndimension numel nelement element_size is_floating_point is_complex is_signed get_device"),
     *_methods("requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __hash__ __len__"),
-    *_methods("is_same_size is_shared is_inference new_empty new_zeros new_ones new_full new_tensor"),
+    *_methods("is_same_size is_shared is_inference"),
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference, torch.is_same_size,
-    torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
 }  # fmt: skip
 # Functions that hand out memory, which may then be written without the parameter's version being incremented.
 _EXPORTS: set[Any] = {
@@ -275,10 +264,26 @@ def _describe(param: Any, **_: Any) -> str:
     return f"{access.slot.spec.name}: sharded parameter of shape {list(param.shape)}, {param.dtype}"
 
 
+def _new(func: Any) -> Callable[..., Any]:
+    """Returns a function that makes another tensor of a parameter's shape or format, without reading the parameter."""
+    formats = {"memory_format": torch.contiguous_format} if func in _LIKE else {}
+
+    def make(param: Any, *args: Any, **kwargs: Any) -> Any:
+        placeholder = param.access.slot.placeholder
+        if placeholder is None:
+            param.access.require()
+        return func(param if placeholder is None else placeholder, *args, **{**formats, **kwargs})
+
+    return make
+
+
+_LIKE = [getattr(torch, f"{name}_like") for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")]
+_NEW = [getattr(Tensor, f"new_{name}") for name in ("empty", "zeros", "ones", "full", "tensor")]
 _OF_A_SHARDED: dict[Any, Callable[..., Any]] = {
     Tensor.stride: lambda param, dim=None: _strides(param) if dim is None else _strides(param)[dim],
     Tensor.is_contiguous: lambda param, *_, **__: True,
     Tensor.__repr__: _describe,
+    **{func: _new(func) for func in (*_LIKE, *_NEW)},
 }
 
 

@@ -29,8 +29,9 @@ from threed import collectives
 from threed.collectives import Pending
 from threed.device import beside, copy_stream, current_stream
 from threed.memory.tiers import InMemory, StagedBuffer
+from threed.sharding import storage_of
 from threed.topology import Axis
-from threed.zero.access import Access, storage_of, undisturbed
+from threed.zero.access import Access, undisturbed
 from threed.zero.layout import Bucket, Group, Layout, Slot
 
 TILE, BY_HAND = -3, -4  # holders beside units, which are numbers >= 0: a tile's layer; `Engine.gathered`

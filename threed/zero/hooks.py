@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from threed.models.wrapped import Unit
-from threed.zero.access import storage_of
+from threed.sharding import storage_of
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Group, Layout, Slot
 from threed.zero.reducer import Reducer
