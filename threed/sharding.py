@@ -100,7 +100,7 @@ def storage_of(tensor: Tensor | None) -> int:
         return 0
     try:
         with torch._C.DisableTorchFunctionSubclass():
-            return tensor.untyped_storage()._cdata
+            return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors, wrappers of torch.func
         return 0
 
