@@ -291,7 +291,7 @@ class Engine:
         self.optimizer.settle()
         self.gatherer.open_all(BY_HAND)
         try:
-            with self.gatherer.watching():
+            with self.gatherer.guarded_views():
                 yield module
         finally:
             self._take_in()
