@@ -60,13 +60,22 @@ PHASES = ("fwd_bwd_s", "dp_comm_s", "optim_s")
 
 
 class Engine:
-    """Trains `model` on `topology` as `config` says.
+    """Trains `model` on `topology` by `config`.
 
-    model: see `threed.models.Model`, layers on the meta device, and a resolved configuration; or, with tp = pp = 1, any
-    `nn.Module` whose forward takes the batch's tensors as keyword arguments and returns a loss. learning_rate,
-    loss_scale: in place of what the configuration says. transport: how stages talk, by default the topology's links.
-    Raises ConfigError for missing features, TypeError for what is no model, ValueError for a module that cannot be
-    wrapped, and when ranks disagree about model or configuration, naming them.
+    Args:
+        model: a `threed.models.Model` with layers on the meta device; or, with tp = pp = 1, any `nn.Module` whose
+            forward takes the batch's tensors as keyword arguments and returns a loss.
+        topology: of the ranks.
+        config: resolved (`threed.resolution.resolve`) for a `threed.models.Model`.
+        learning_rate: maps the number of updates to a learning rate, instead of the schedule in `config`.
+        loss_scale: instead of the one in `config`.
+        transport: between stages; by default the topology's links.
+
+    Raises:
+        ConfigError: features that are missing, or do not work together.
+        TypeError: `model` is not a model.
+        ValueError: the module cannot be wrapped, or ranks have different models or configurations (the message names
+            the ranks).
     """
 
     def __init__(
@@ -150,11 +159,14 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------- running
 
     def step(self, batch: Batch) -> StepMetrics:
-        """One optimizer step on this data rank's share of the global batch.
+        """Runs one optimizer step on this data rank's share of the global batch. Collective.
 
-        batch: 'tokens' and 'labels', int64 [b s], b a multiple of the micro-batch size; labels below 0 are not
-        counted; 'samples', int64 [b], global sample indices, by default in order of consumption. A step with ids beyond
-        the vocabulary, or without any label that counts, is skipped: see `DataError`.
+        A step with ids beyond the vocabulary, or without any label that counts, is skipped (`DataError`).
+
+        Args:
+            batch: 'tokens' and 'labels', int64 [b s], b a multiple of the micro-batch size; labels below 0 are not
+                counted; 'samples', int64 [b], global sample indices, by default in order of consumption. For a wrapped
+                module: its keyword arguments.
         """
         began = time.perf_counter()
         rewind = self.extras.rewinding() if self.optimizer.pending else lambda: None
@@ -198,8 +210,8 @@ class Engine:
         return self.wrapped.module
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
-        """The backward of one micro-batch of a wrapped module: of loss * weight, scaled as precision asks. If it
-        raises, the step's gradients are discarded: `begin` the next step."""
+        """Runs the backward of one micro-batch of a wrapped module, of loss * weight * the loss scale. If it raises,
+        the step's gradients are discarded: call `begin` for the next step."""
         if not self._begun:
             raise RuntimeError("call Engine.begin(microbatches) first: gradients of the last step are in the way")
         began = time.perf_counter()
@@ -262,8 +274,15 @@ class Engine:
             self.hooks.pass_ended()
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """The mean token loss (scalar tensor, on every rank) of this data rank's share of a batch, without training; no
-        number (NaN) if the batch has ids beyond the vocabulary, or no label that counts."""
+        """Returns the mean token loss of a batch without training. Collective.
+
+        Args:
+            batch: this data rank's share of the batch, as in `step`.
+
+        Returns:
+            A scalar tensor, the same on every rank; NaN if the batch has ids beyond the vocabulary, or no label that
+            counts.
+        """
         self.finish()
         evaluating = nullcontext() if self.wrapped is None else self.wrapped.evaluating()
         with torch.inference_mode(False), evaluating, self.faults.apart():
@@ -285,7 +304,8 @@ class Engine:
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """The wrapped module, whole between steps, to read or (alike on all ranks) to change parameters. Collective."""
+        """Yields the wrapped module with its parameters gathered, between steps, to read or change them. All ranks must
+        make the same changes. Collective."""
         module = self.module
         self._take_in()
         self.optimizer.settle()
@@ -314,7 +334,8 @@ class Engine:
         replicas.check(self.optimizer, self.topology, self.steps)
 
     def finish(self) -> None:
-        """Ends the last step (optimistic updates, what 2bw leaves open); does not change the training. Collective."""
+        """Ends the last step: validates an optimistic update, and drains 2bw. Does not change the training.
+        Collective."""
         self.reducer.recover()
         self.optimizer.validate()
         if self.asynchronous is not None:
@@ -346,8 +367,16 @@ class Engine:
     # --------------------------------------------------------------------------------------------------------- state
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
-        """Writes a checkpoint folder at `path`, whole or not at all; `extra` is kept in its manifest. DataError on all
-        ranks, before anything is written, after a step with invalid data that no metrics have raised yet."""
+        """Writes a checkpoint folder at `path`, atomically, and returns its path. Collective.
+
+        Args:
+            path: the folder.
+            extra: kept in the manifest; `load` returns it.
+
+        Raises:
+            DataError: on all ranks, before anything is written, if a step had invalid data and reading metrics has not
+                raised the error.
+        """
         self.saver.end()
         return self.saver.save(Path(path), self.counters(extra), self.extras)
 
@@ -360,7 +389,7 @@ class Engine:
         return self.saver.start(Path(path), state, self.extras, now=now, published=published)
 
     def counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What a manifest says of this moment, which is after the last update. Collective. DataError: see `save`."""
+        """Returns the counters for a manifest, after the last update. Collective. DataError: see `save`."""
         self._take_in()
         if self._numbers is not None:
             self.faults.raise_before_save(self.steps, self._numbers().found, self.topology.axis("world"))
@@ -373,9 +402,19 @@ class Engine:
         return state
 
     def load(self, path: str | Path, hashed: Collection[str] | None = None) -> dict[str, Any]:
-        """Takes weights, moments, buffers and counters from a checkpoint of any topology, or weights alone from a
-        Hugging Face folder; returns what was saved as extra, of a folder its record as `hf`. CheckpointError, before
-        anything is overwritten, when names or shapes are another model's. hashed: see `native.load`."""
+        """Loads weights, moments, buffers and counters from a checkpoint of any topology, or weights alone from a
+        Hugging Face folder. Collective.
+
+        Args:
+            path: the folder.
+            hashed: see `native.load`.
+
+        Returns:
+            `extra` as passed to `save`; for a Hugging Face folder its record, under the key `hf`.
+
+        Raises:
+            CheckpointError: before anything is overwritten, if names or shapes are those of another model.
+        """
         self.saver.end()
         self._take_in()
         about = (Path(path), self.optimizer, self.topology, self.config, self.extras)
