@@ -119,13 +119,9 @@ def to_toml(config: Config) -> str:
 
 
 def help_text(config: Config, prog: str, *, width: int | None = None, about: str | None = None) -> str:
-    """Returns the text of `--help`: every key with its meaning and default, in groups.
+    """Returns the text of `--help`: every key with its meaning, and its value in `config` as the default, in groups.
 
-    Args:
-        config: its values are shown as the defaults.
-        prog: the name of the program.
-        width: in columns; by default that of the terminal, at most 110.
-        about: the description of a custom program, which has no presets and no dry run; None for threed's programs.
+    width: in columns. about: the description of a custom program, which has no presets and no dry run.
     """
     width = width or min(110, shutil.get_terminal_size().columns)
     start = "" if prog.startswith("threed ") else "torchrun --standalone --nproc-per-node N "

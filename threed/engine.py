@@ -62,20 +62,11 @@ PHASES = ("fwd_bwd_s", "dp_comm_s", "optim_s")
 class Engine:
     """Trains `model` on `topology` by `config`.
 
-    Args:
-        model: a `threed.models.Model` with layers on the meta device; or, with tp = pp = 1, any `nn.Module` whose
-            forward takes the batch's tensors as keyword arguments and returns a loss.
-        topology: of the ranks.
-        config: resolved (`threed.resolution.resolve`) for a `threed.models.Model`.
-        learning_rate: maps the number of updates to a learning rate, instead of the schedule in `config`.
-        loss_scale: instead of the one in `config`.
-        transport: between stages; by default the topology's links.
-
-    Raises:
-        ConfigError: features that are missing, or do not work together.
-        TypeError: `model` is not a model.
-        ValueError: the module cannot be wrapped, or ranks have different models or configurations (the message names
-            the ranks).
+    model: a `threed.models.Model` with layers on the meta device, and a resolved configuration; or, with tp = pp = 1,
+    any `nn.Module` whose forward takes the batch's tensors as keyword arguments and returns a loss. learning_rate,
+    loss_scale: used instead of the configuration's. transport: between stages; by default the topology's links. Raises
+    ConfigError for missing features, TypeError if `model` is not a model, and ValueError if it cannot be wrapped, or if
+    ranks have different models or configurations (the message names the ranks).
     """
 
     def __init__(
@@ -161,12 +152,9 @@ class Engine:
     def step(self, batch: Batch) -> StepMetrics:
         """Runs one optimizer step on this data rank's share of the global batch. Collective.
 
-        A step with ids beyond the vocabulary, or without any label that counts, is skipped (`DataError`).
-
-        Args:
-            batch: 'tokens' and 'labels', int64 [b s], b a multiple of the micro-batch size; labels below 0 are not
-                counted; 'samples', int64 [b], global sample indices, by default in order of consumption. For a wrapped
-                module: its keyword arguments.
+        batch: 'tokens' and 'labels', int64 [b s], b a multiple of the micro-batch size; labels below 0 are not
+        counted; 'samples', int64 [b], global sample indices, by default in order of consumption. A step with ids beyond
+        the vocabulary, or without any label that counts, is skipped: see `DataError`.
         """
         began = time.perf_counter()
         rewind = self.extras.rewinding() if self.optimizer.pending else lambda: None
@@ -274,15 +262,8 @@ class Engine:
             self.hooks.pass_ended()
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Returns the mean token loss of a batch without training. Collective.
-
-        Args:
-            batch: this data rank's share of the batch, as in `step`.
-
-        Returns:
-            A scalar tensor, the same on every rank; NaN if the batch has ids beyond the vocabulary, or no label that
-            counts.
-        """
+        """Returns the mean token loss of a batch, of which each data rank passes its share, without training: a scalar,
+        the same on every rank; NaN if ids are beyond the vocabulary, or no label counts. Collective."""
         self.finish()
         evaluating = nullcontext() if self.wrapped is None else self.wrapped.evaluating()
         with torch.inference_mode(False), evaluating, self.faults.apart():
@@ -304,8 +285,7 @@ class Engine:
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Yields the wrapped module with its parameters gathered, between steps, to read or change them. All ranks must
-        make the same changes. Collective."""
+        """Yields the wrapped module with all parameters gathered. Changes must be the same on all ranks. Collective."""
         module = self.module
         self._take_in()
         self.optimizer.settle()
@@ -334,8 +314,7 @@ class Engine:
         replicas.check(self.optimizer, self.topology, self.steps)
 
     def finish(self) -> None:
-        """Ends the last step: validates an optimistic update, and drains 2bw. Does not change the training.
-        Collective."""
+        """Ends the last step (optimistic updates, 2bw). Does not change the training. Collective."""
         self.reducer.recover()
         self.optimizer.validate()
         if self.asynchronous is not None:
@@ -367,16 +346,8 @@ class Engine:
     # --------------------------------------------------------------------------------------------------------- state
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
-        """Writes a checkpoint folder at `path`, atomically, and returns its path. Collective.
-
-        Args:
-            path: the folder.
-            extra: kept in the manifest; `load` returns it.
-
-        Raises:
-            DataError: on all ranks, before anything is written, if a step had invalid data and reading metrics has not
-                raised the error.
-        """
+        """Writes a checkpoint folder at `path`, atomically; `load` returns `extra`. Collective. Raises DataError on all
+        ranks, before anything is written, if a step had invalid data and reading metrics has not raised the error."""
         self.saver.end()
         return self.saver.save(Path(path), self.counters(extra), self.extras)
 
@@ -403,18 +374,9 @@ class Engine:
 
     def load(self, path: str | Path, hashed: Collection[str] | None = None) -> dict[str, Any]:
         """Loads weights, moments, buffers and counters from a checkpoint of any topology, or weights alone from a
-        Hugging Face folder. Collective.
-
-        Args:
-            path: the folder.
-            hashed: see `native.load`.
-
-        Returns:
-            `extra` as passed to `save`; for a Hugging Face folder its record, under the key `hf`.
-
-        Raises:
-            CheckpointError: before anything is overwritten, if names or shapes are those of another model.
-        """
+        Hugging Face folder; returns `extra` of `save`, or of a folder its record as `hf`. Collective. Raises
+        CheckpointError, before anything is overwritten, if names or shapes are those of another model. hashed: see
+        `native.load`."""
         self.saver.end()
         self._take_in()
         about = (Path(path), self.optimizer, self.topology, self.config, self.extras)

@@ -129,22 +129,16 @@ class Reducer:
         self._unfinished = True
 
     def give_up(self) -> None:
-        """Discards the current step after an error.
-
-        Calls `recover` at once, since the program may call collectives next. With sliced parameters `recover` is called
-        later, before the engine's next collective, since another rank may wait for a gather.
-        """
+        """Discards the current step after an error. Calls `recover` at once, since the program may call collectives
+        next; with sliced parameters the engine calls it later, since another rank may wait for a gather."""
         self._given_up = self._unfinished
         if not self.layout.slices_parameters:
             with suppress(RuntimeError):  # so that the first error is raised
                 self.recover()
 
     def recover(self) -> None:
-        """Sends the remaining buckets of a discarded step of a wrapped module. Collective.
-
-        After it ranks that failed at different points have called the same collectives. Call it before any other
-        collective. Does nothing with `early`, which would apply the gradients.
-        """
+        """Sends the remaining buckets of a discarded step of a wrapped module, so that ranks that failed at different
+        points have called the same collectives. Call it before any other. Not with `early`, which would apply them."""
         if not (self._given_up and self.dynamic and self.early is None):
             return
         self._given_up = self._unfinished = False
