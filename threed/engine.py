@@ -374,9 +374,8 @@ class Engine:
 
     def load(self, path: str | Path, hashed: Collection[str] | None = None) -> dict[str, Any]:
         """Loads weights, moments, buffers and counters from a checkpoint of any topology, or weights alone from a
-        Hugging Face folder; returns `extra` of `save`, or of a folder its record as `hf`. Collective. Raises
-        CheckpointError, before anything is overwritten, if names or shapes are those of another model. hashed: see
-        `native.load`."""
+        Hugging Face folder; returns `extra` of `save`, of a folder its record as `hf`. Collective. CheckpointError,
+        before anything is overwritten, if names or shapes are those of another model. hashed: see `native.load`."""
         self.saver.end()
         self._take_in()
         about = (Path(path), self.optimizer, self.topology, self.config, self.extras)

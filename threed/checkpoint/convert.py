@@ -32,8 +32,8 @@ def convert(
 
     to: "native" or "hf"; None: the other one than `src` is. dtype: of the weights; None: as they are. tokenizer:
     "bytes", a folder, the path of a tokenizer.json, or "none"; None: that of the folder or of the run.
-    allow_pickle: read other programs' checkpoints too. config: of their model, where it is not beside. Raises
-    CheckpointError, saying what to do.
+    allow_pickle: read other programs' checkpoints too. config: of their model, if it is elsewhere. Raises
+    CheckpointError with the fix.
     """
     src, dst = Path(src), Path(dst)
     kind = kind_of(src, allow_pickle)

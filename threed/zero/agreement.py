@@ -59,5 +59,5 @@ def check_gathers(orders: Sequence[int]) -> None:
     if len(set(orders)) > 1:
         raise RuntimeError(
             "ranks used different parameters in this step, or in another order: ZeRO-3 gathers a parameter on all"
-            " ranks at once; route alike on all ranks, or use --zero.stage 2"
+            " ranks at once; route in the same way on all ranks, or use --zero.stage 2"
         )
