@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 -m threed train gpt --preset tiny --parallel.pp 2 \\
         --parallel.schedule examples/own_schedule.py:gpipe_late
     threed schedule examples/own_schedule.py:gpipe_late --stages 4 --microbatches 8 --svg gpipe-late.svg
-    python examples/own_schedule.py --stages 4 --microbatches 8        when each ends, and its bubble
+    python examples/own_schedule.py --stages 4 --microbatches 8        prints makespans and bubbles
 
 A schedule is a function (stages, microbatches) -> Plan: per rank, what it computes, in order. Communication is added.
 """

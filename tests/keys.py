@@ -29,13 +29,13 @@ RESUMES = """## When a run resumes
 
 A resume compares every key with the checkpoint's. A difference is
 
-- **free**: it takes effect, and nothing is reported;
-- **applied**: it takes effect, and a line such as `changed    train.global-batch was 16 and is 32: …` reports it.
-  Where the learning rate of the next step is another, a line gives both numbers;
-- **refused**: nothing is started (exit code 2); the message names what to do instead.
+- **free**: it takes effect and is not reported;
+- **applied**: it takes effect, and a line such as `changed    train.global-batch was 16 and is 32: …` reports it. If
+  the learning rate of the next step differs, another line has both rates;
+- **refused**: the run does not start (exit code 2); the message names the fix.
 
-This is for a run that goes on from a native checkpoint. A run that begins from weights alone (a Hugging Face folder, or
-what `threed convert` made of another framework's checkpoint) compares the model and the optimizer only.
+This applies to a run that resumes from a native checkpoint. For a run that begins from weights alone (a Hugging Face
+folder, or another framework's checkpoint by way of `threed convert`), only the model and the optimizer are compared.
 """
 
 

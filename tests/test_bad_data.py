@@ -205,7 +205,7 @@ def test_batches_without_ids_are_refused_by_name(case: Case) -> None:
         assert said[::2] == [
             "the batch has no 'labels': the model needs int64 'labels' [b s]",
             "the batch has no 'tokens': the model needs int64 'tokens' [b s]",
-            "the batch's 'labels' are float32, not int64: ids are whole numbers",
+            "the batch's 'labels' are float32, not int64: pass integer ids",
             "the batch's 'labels' are int32, not int64: convert with batch['labels'].long()",
-            "the batch's 'tokens' are float64, not int64: ids are whole numbers",
+            "the batch's 'tokens' are float64, not int64: pass integer ids",
         ]

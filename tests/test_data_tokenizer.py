@@ -168,7 +168,7 @@ def test_fingerprint_follows_the_content(tmp_path: Path, bpe: Path) -> None:
 def test_bad_tokenizers_are_refused_with_advice(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
-    with pytest.raises(ValueError, match=r"no file\. Use --data\.tokenizer bytes"):
+    with pytest.raises(ValueError, match=r"does not exist\. Use --data\.tokenizer bytes"):
         load_tokenizer(str(tmp_path / "missing.json"))
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(ValueError, match=r"broken\.json is no tokenizer\.json"):

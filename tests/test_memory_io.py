@@ -527,7 +527,7 @@ def test_auto_takes_the_best_that_runs_and_python_needs_no_library(
 
 def test_a_folder_that_is_made_is_reported(tmp_path: Path) -> None:
     with pytest.warns(
-        UserWarning, match=f"{tmp_path}/drive/swap did not exist and was made, on the file system mounted"
+        UserWarning, match=f"{tmp_path}/drive/swap did not exist and was created on the file system mounted"
     ):
         Disk(tmp_path / "drive" / "swap", "states").close()
     with warnings.catch_warnings():

@@ -85,7 +85,7 @@ def test_a_begin_without_a_known_tokenizer_is_refused(pretrained: Path, tmp_path
     sealed(tmp_path / "moments", lambda body: body["state"].update(steps=40, consumed=40, updates=40.0))
     for path in (pretrained / "gpt2", tmp_path / "none", tmp_path / "told none", tmp_path / "moments"):
         words = ["--checkpoint.resume", str(path)]
-        with pytest.raises(ConfigError, match=r"tokenizer .*: give the model's own by --data\.tokenizer FOLDER"):
+        with pytest.raises(ConfigError, match=r"tokenizer .*: give the model's tokenizer with --data\.tok"):
             find(words, {})
         (tmp_path / "run.toml").write_text('[data]\ntokenizer = "bytes"\n')
         for named in (
@@ -112,7 +112,7 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_and_goes_along(pretrained: P
     assert (convert(native, tmp_path / "back") / "tokenizer.model").read_bytes() == b"not a SentencePiece model"
     (source / "tokenizer.model").write_bytes(b"another")
     with pytest.raises(
-        ConfigError, match=r"its tokenizer, .* has other files now: give the model's own by --data\.tok"
+        ConfigError, match=r"its tokenizer, .* has other files now: give the model's tokenizer with --data\.tok"
     ):
         find(["--checkpoint.resume", str(native)], {})
 

@@ -462,11 +462,11 @@ def check_refusals() -> None:
     with pytest.raises(RuntimeError, match=r"shares memory with blocks\.1\.weight.*clone"):
         kept.zero_()
     right = trainer.weights()
-    refused = pytest.raises(RuntimeError, match=r"blocks\.2\.weight was given values of shape \[7, 6\] and")
+    refused = pytest.raises(RuntimeError, match=r"blocks\.2\.weight was set to values of shape \[7, 6\] and")
     with refused, trainer.gathered():
         module.blocks[2].weight.data = torch.zeros(WIDTH + 1, WIDTH, dtype=torch.float64)  # type: ignore[union-attr]
     assert all(torch.equal(right[name], value) for name, value in trainer.weights().items())
-    refused = pytest.raises(RuntimeError, match=r"blocks\.2\.bias was given values of shape \[6\] and torch\.float32")
+    refused = pytest.raises(RuntimeError, match=r"blocks\.2\.bias was set to values of shape \[6\] and torch\.float32")
     with refused, trainer.gathered():
         module.to(torch.float32)
     trainer.backward(trainer.forward(1))

@@ -119,9 +119,9 @@ def to_toml(config: Config) -> str:
 
 
 def help_text(config: Config, prog: str, *, width: int | None = None, about: str | None = None) -> str:
-    """Every key with its meaning and its value in `config` as the default, in groups, wrapped to `width` columns.
+    """Returns the text of `--help`: every key with its meaning, and its value in `config` as the default, in groups.
 
-    about: what a custom program does; such a program has no presets and no dry run.
+    width: in columns. about: the description of a custom program, which has no presets and no dry run.
     """
     width = width or min(110, shutil.get_terminal_size().columns)
     start = "" if prog.startswith("threed ") else "torchrun --standalone --nproc-per-node N "
@@ -169,7 +169,8 @@ def _read(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: P
 
 
 def _fit_warmup(draft: _Draft, suggested: set[str]) -> None:
-    """Drops a warm-up from one of these sources in a run of fewer steps: the default, which adapts, takes its place."""
+    """Resets a warm-up that is not shorter than the run to its default, if it comes from one of the `suggested`
+    sources."""
     steps, warmup = (str(draft.values.get(place)) for place in (("train", "steps"), ("optim", "warmup")))
     from_them = draft.sources.get(("optim", "warmup")) in suggested
     if from_them and steps.isdecimal() and warmup.isdecimal() and int(warmup) >= int(steps):

@@ -27,8 +27,10 @@ Batch = Mapping[str, Tensor]
 
 
 class Batches:
-    """Cuts this data rank's share of global batches for a model. layers: all layers of the model; those of
-    `threed.layers` at its ends need ids."""
+    """Divides this data rank's share of global batches into micro-batches.
+
+    layers: all layers of the model; an `Embedding` needs the batch's tokens, a `LanguageModelHead` its labels.
+    """
 
     def __init__(self, model: Model, topology: Topology, config: Config, layers: Sequence[nn.Module] = ()) -> None:
         self.wrapped = model if isinstance(model, Wrapped) else None
@@ -56,12 +58,12 @@ class Batches:
         return rows
 
     def _check_ids(self, batch: Batch) -> None:
-        """Raises ValueError if ids that the model needs are missing or not int64."""
+        """Raises ValueError naming tokens or labels that the model needs, if they are missing or not int64."""
         for key in self.ids:
             if key not in batch:
                 raise ValueError(f"the batch has no {key!r}: the model needs int64 {key!r} [b s]")
             if (given := batch[key].dtype) != torch.int64:
-                fix = "ids are whole numbers" if given.is_floating_point else f"convert with batch[{key!r}].long()"
+                fix = "pass integer ids" if given.is_floating_point else f"convert with batch[{key!r}].long()"
                 raise ValueError(f"the batch's {key!r} are {str(given).removeprefix('torch.')}, not int64: {fix}")
 
     def _agreed_rows(self, batch: Batch, training: bool) -> int:
@@ -127,13 +129,13 @@ class Batches:
         ]
 
     def _placed(self, value: Tensor) -> Tensor:
-        """Returns a tensor on the device; in the compute dtype if precision.cast_inputs is on and it has floats."""
+        """Returns a tensor on the device, cast to the compute dtype if it is floating-point and precision.cast_inputs
+        is on."""
         casts = self.casts and value.is_floating_point()
         return start_copy_in(value, self.topology.device, self.dtype if casts else value.dtype)
 
     def _weight(self, valid: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns the loss scale / the global number of valid items. Every stage needs it: a layer anywhere in the
-        model may compute a loss."""
+        """Returns the loss scale / the global number of valid items, on every stage: any layer may compute a loss."""
         total = collectives.sum_of_scalars(valid.view(1), self.topology.axis("dp"))[0]
         self.empty.note(total == 0)
         return scale / total.clamp(min=1)

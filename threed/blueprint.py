@@ -210,7 +210,7 @@ class Blueprint:
 
     @property
     def flags(self) -> list[Flag]:
-        """The errors that all layers of the model, and the stages, detect on the device: the same on every rank."""
+        """The flags of all layers of the model, and of the stages; the same list on every rank."""
         found = [f for layer in self.layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
         sliced = not isinstance(self.model, Wrapped) and sliced_over(self.config, self.model.slicing)
         return [*found, self._unlike] if sliced and self.config.recompute.mode == "full" else found
@@ -232,8 +232,8 @@ class Blueprint:
 
 
 def set_loss_chunks(layers: Sequence[nn.Module], config: Config) -> None:
-    """Sets the number of parts in which heads make logits, also those inside other layers; before they are traced or
-    timed."""
+    """Sets the number of parts in which heads compute logits, also of heads inside other layers. Call it before layers
+    are traced or timed."""
     for module in (module for layer in layers for module in layer.modules()):
         if isinstance(module, LanguageModelHead):
             module.loss_chunks = config.recompute.loss_chunks

@@ -84,9 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("dst", help="prefix of the .bin and .idx to write")
     help_text = "bytes (default), the folder of a tokenizer, or the path of a tokenizer.json"
     sub.add_argument("--tokenizer", default="bytes", help=help_text)
-    help_text = "begin documents with the bos token (default auto: if the tokenizer itself begins texts with it)"
+    help_text = "begin documents with the bos token (default auto: if the tokenizer itself adds it to texts)"
     sub.add_argument("--bos", choices=["auto", "true", "false"], default="auto", help=help_text)
-    help_text = "special tokens spelt in the text: text as any other (default), or parsed as these tokens"
+    help_text = "encode the spelling of a special token as ordinary text (default), or parse it as the token"
     sub.add_argument("--special-tokens", choices=["text", "parse"], default="text", help=help_text)
     text = "turns a native checkpoint into a Hugging Face folder, and back, and DeepSpeed's and Megatron's into it"
     sub = tool("convert", text, _convert)

@@ -160,7 +160,7 @@ class PrecisionConfig(_Group):
     reduce_dtype: SumType | None = Field(None, description="format gradients travel in between ranks; none: grad-dtype")
     loss_scale: LossScale = Field("dynamic", description="factor on the loss under fp16, found while training or given")
     cast_inputs: Switch = Field(
-        False, description="cast floating-point tensors of a batch to dtype; false: the module gets them as they are"
+        False, description="cast floating-point tensors of a batch to dtype; false: pass them unchanged"
     )
 
 
@@ -221,7 +221,7 @@ class TrainConfig(_Group):
     micro_batch: Count = Field(2, description="sequences in one forward pass of one rank")
     seed: Natural = Field(1234, description="seed of initial weights, data order and dropout")
     eval_every: Natural = Field(0, description="steps between validations; 0: only at the end")
-    eval_samples: Count = Field(64, description="validation sequences read, each once; at most those there are")
+    eval_samples: Count = Field(64, description="validation sequences read, each once; all if the data have fewer")
     grad_clip: NonNegative = Field(1.0, description="largest global gradient norm; 0: no clipping")
     max_bad_steps: Natural = Field(
         10, description="steps skipped in a row, for what is not finite or a spike, that end the run; 0: none do"
@@ -265,12 +265,13 @@ class DataConfig(_Group):
     path: PathText | None = Field(
         None, description=".txt, .jsonl, a folder of them, or Megatron .bin/.idx; none: this Python's library sources"
     )
-    tokenizer: Text = Field("bytes", description="bytes, or the folder of a tokenizer, or the path of a tokenizer.json")
+    tokenizer: Text = Field("bytes", description="bytes, the folder of a tokenizer, or the path of a tokenizer.json")
     bos: AutoSwitch = Field(
-        "auto", description="documents begin with the bos token; auto: if the tokenizer itself begins texts with it"
+        "auto", description="documents begin with the bos token; auto: if the tokenizer itself adds it to texts"
     )
     special_tokens: Literal["text", "parse"] = Field(
-        "text", description="special tokens that are spelt in the text: text as any other, or parsed as these tokens"
+        "text",
+        description="encode the spelling of a special token in a text as ordinary text, or parse it as the token",
     )
     split: Annotated[Share, Field(gt=0)] = Field(
         0.05, description="share of the data kept for validation: its end; files of the default corpus"
@@ -332,8 +333,8 @@ class RunConfig(_Group):
     )
     recheck_bad_steps: Switch = Field(
         False,
-        description="compute a skipped step twice, to tell a machine that errs from data that are bad; steps then use"
-        " deterministic kernels only",
+        description="compute a skipped step twice, to tell a faulty machine from bad data; steps then use deterministic"
+        " kernels only",
     )
     compile: Switch = Field(False, description="blocks run through torch.compile")
     compile_backend: Text = Field("inductor", description="who compiles them: a backend of torch.compile")

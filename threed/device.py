@@ -153,7 +153,7 @@ def processors(device: torch.device) -> int:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """The most bytes of shared memory that a block may ask for on a GPU."""
+    """Returns the largest shared memory of a block on a GPU, in bytes."""
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 

@@ -204,7 +204,7 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
     """Loads the newest state that is whole; returns what was saved with it, or nothing. Collective.
 
     Of what is returned `path` is the checkpoint, or where one of that step would be; `resumed` says it for people;
-    `problems` are of newer ones; `saved`: the step is on the disk; `manifest`: that of a native checkpoint.
+    `problems` are of newer ones; `saved`: the step is on the disk; `manifest`: of a native checkpoint.
     """
     asked, world = engine.config.checkpoint.resume, engine.topology.axis("world")
     first = collectives.exchange(after_restart(folder, asked), world)[0]

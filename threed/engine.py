@@ -60,13 +60,13 @@ PHASES = ("fwd_bwd_s", "dp_comm_s", "optim_s")
 
 
 class Engine:
-    """Trains `model` on `topology` as `config` says.
+    """Trains `model` on `topology` by `config`.
 
-    model: see `threed.models.Model`, layers on the meta device, and a resolved configuration; or, with tp = pp = 1, any
-    `nn.Module` whose forward takes the batch's tensors as keyword arguments and returns a loss. learning_rate,
-    loss_scale: in place of what the configuration says. transport: how stages talk, by default the topology's links.
-    Raises ConfigError for missing features, TypeError for what is no model, ValueError for a module that cannot be
-    wrapped, and when ranks disagree about model or configuration, naming them.
+    model: a `threed.models.Model` with layers on the meta device, and a resolved configuration; or, with tp = pp = 1,
+    any `nn.Module` whose forward takes the batch's tensors as keyword arguments and returns a loss. learning_rate,
+    loss_scale: used instead of the configuration's. transport: between stages; by default the topology's links. Raises
+    ConfigError for missing features, TypeError if `model` is not a model, and ValueError if it cannot be wrapped, or if
+    ranks have different models or configurations (the message names the ranks).
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------- running
 
     def step(self, batch: Batch) -> StepMetrics:
-        """One optimizer step on this data rank's share of the global batch.
+        """Runs one optimizer step on this data rank's share of the global batch. Collective.
 
         batch: 'tokens' and 'labels', int64 [b s], b a multiple of the micro-batch size; labels below 0 are not
         counted; 'samples', int64 [b], global sample indices, by default in order of consumption. A step with ids beyond
@@ -198,8 +198,8 @@ class Engine:
         return self.wrapped.module
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
-        """The backward of one micro-batch of a wrapped module: of loss * weight, scaled as precision asks. If it
-        raises, the step's gradients are discarded: `begin` the next step."""
+        """Runs the backward of one micro-batch of a wrapped module, of loss * weight * the loss scale. If it raises,
+        the step's gradients are discarded: call `begin` for the next step."""
         if not self._begun:
             raise RuntimeError("call Engine.begin(microbatches) first: gradients of the last step are in the way")
         began = time.perf_counter()
@@ -262,8 +262,8 @@ class Engine:
             self.hooks.pass_ended()
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """The mean token loss (scalar tensor, on every rank) of this data rank's share of a batch, without training; no
-        number (NaN) if the batch has ids beyond the vocabulary, or no label that counts."""
+        """Returns the mean token loss of a batch, of which each data rank passes its share, without training: a scalar,
+        the same on every rank; NaN if ids are beyond the vocabulary, or no label counts. Collective."""
         self.finish()
         evaluating = nullcontext() if self.wrapped is None else self.wrapped.evaluating()
         with torch.inference_mode(False), evaluating, self.faults.apart():
@@ -285,13 +285,13 @@ class Engine:
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """The wrapped module, whole between steps, to read or (alike on all ranks) to change parameters. Collective."""
+        """Yields the wrapped module with all parameters gathered. Changes must be the same on all ranks. Collective."""
         module = self.module
         self._take_in()
         self.optimizer.settle()
         self.gatherer.open_all(BY_HAND)
         try:
-            with self.gatherer.watching():
+            with self.gatherer.guarded_views():
                 yield module
         finally:
             self._take_in()
@@ -314,7 +314,7 @@ class Engine:
         replicas.check(self.optimizer, self.topology, self.steps)
 
     def finish(self) -> None:
-        """Ends the last step (optimistic updates, what 2bw leaves open); does not change the training. Collective."""
+        """Ends the last step (optimistic updates, 2bw). Does not change the training. Collective."""
         self.reducer.recover()
         self.optimizer.validate()
         if self.asynchronous is not None:
@@ -346,8 +346,8 @@ class Engine:
     # --------------------------------------------------------------------------------------------------------- state
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
-        """Writes a checkpoint folder at `path`, whole or not at all; `extra` is kept in its manifest. DataError on all
-        ranks, before anything is written, after a step with invalid data that no metrics have raised yet."""
+        """Writes a checkpoint folder at `path`, atomically; `load` returns `extra`. Collective. Raises DataError on all
+        ranks, before anything is written, if a step had invalid data and reading metrics has not raised the error."""
         self.saver.end()
         return self.saver.save(Path(path), self.counters(extra), self.extras)
 
@@ -360,7 +360,7 @@ class Engine:
         return self.saver.start(Path(path), state, self.extras, now=now, published=published)
 
     def counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What a manifest says of this moment, which is after the last update. Collective. DataError: see `save`."""
+        """Returns the counters for a manifest, after the last update. Collective. DataError: see `save`."""
         self._take_in()
         if self._numbers is not None:
             self.faults.raise_before_save(self.steps, self._numbers().found, self.topology.axis("world"))
@@ -373,9 +373,9 @@ class Engine:
         return state
 
     def load(self, path: str | Path, hashed: Collection[str] | None = None) -> dict[str, Any]:
-        """Takes weights, moments, buffers and counters from a checkpoint of any topology, or weights alone from a
-        Hugging Face folder; returns what was saved as extra, of a folder its record as `hf`. CheckpointError, before
-        anything is overwritten, when names or shapes are another model's. hashed: see `native.load`."""
+        """Loads weights, moments, buffers and counters from a checkpoint of any topology, or weights alone from a
+        Hugging Face folder; returns `extra` of `save`, of a folder its record as `hf`. Collective. CheckpointError,
+        before anything is overwritten, if names or shapes are those of another model. hashed: see `native.load`."""
         self.saver.end()
         self._take_in()
         about = (Path(path), self.optimizer, self.topology, self.config, self.extras)

@@ -39,8 +39,8 @@ def memory_rows(forecast: Forecast, peaks: Sequence[int], step: int) -> list[dic
 
 
 def export(checkpoint: Path, folder: Path, tokenizer: Tokenizer, note: Callable[[str], None]) -> list[tuple[str, Path]]:
-    """Writes a Hugging Face folder, and returns where; a package that this needs and that is not installed costs a
-    message."""
+    """Writes a Hugging Face folder and returns its entry for the report. If a package is missing, calls `note` with a
+    message and returns no entry."""
     try:
         return [("export", export_hf(checkpoint, folder, tokenizer))]
     except MissingPackageError as error:

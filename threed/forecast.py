@@ -50,7 +50,7 @@ class RankForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The prediction: of the whole run, and of each rank.
+    """A prediction for a run and for each of its ranks.
 
     bubble: of the pipeline rank with the longest time from its first to its last action, the share in which it does not
     compute (arXiv 2401.10241). idle: mean over pipeline ranks of the share of the step in which they do not compute.
@@ -114,7 +114,7 @@ class Forecast:
         )  # fmt: skip
 
     def text(self) -> str:
-        """The forecast for people: one line per fact, and one per set of ranks that hold the same."""
+        """Returns the forecast as text: one line per fact, and one per set of ranks that hold the same."""
         c, train = self.config, self.config.train
         grid = " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1) or "one rank"
         widths, moments, dp = _widths(c), len(rule(c.optim).state_names), self.sizes["dp"]
@@ -141,7 +141,7 @@ class Forecast:
 
 
 def _lines(ranks: Sequence[RankForecast]) -> list[str]:
-    """One line per set of ranks whose layers and bytes read the same, in the order of their first ranks."""
+    """Returns one line per set of ranks with the same layers and displayed sizes, in the order of their first ranks."""
     alike: dict[str, list[RankForecast]] = {}
     for rank in ranks:
         alike.setdefault(_holds(rank), []).append(rank)
@@ -151,7 +151,7 @@ def _lines(ranks: Sequence[RankForecast]) -> list[str]:
 
 
 def _head(same: Sequence[RankForecast]) -> str:
-    """Which ranks, and their places in the grid: the first and the last, and how many if there are others between."""
+    """Returns the first and last of these ranks with their coordinates, and their number if others lie between."""
     first, last, count = same[0], same[-1], len(same)
     if count == 1:
         return f"rank {first.rank}  {first.label}"
@@ -160,7 +160,7 @@ def _head(same: Sequence[RankForecast]) -> str:
 
 
 def _holds(rank: RankForecast) -> str:
-    """The layers and bytes of a rank."""
+    """Returns the layers and sizes of a rank as text."""
     device = [f"{name} {_gib(size)}" for name, size in rank.bytes.items() if name not in ("peak", "offloaded")]
     away = f"; offloaded {_gib(rank.bytes['offloaded'])}" if "offloaded" in rank.bytes else ""
     layers = "layers " + ", ".join(f"{chunk.start}–{chunk.stop - 1}" for chunk in rank.layers)
@@ -168,7 +168,7 @@ def _holds(rank: RankForecast) -> str:
 
 
 def _gib(size: float) -> str:
-    """Bytes in GiB, with a digit more where they are few."""
+    """Returns a size as a number of GiB, with more digits if it is small."""
     gib = size / GIB
     return f"{gib:.1f}" if gib >= 10 else f"{gib:.2f}" if gib >= 1 else f"{gib:.4f}"
 
@@ -219,7 +219,7 @@ class _Column:
         )  # fmt: skip
 
     def stage_costs(self, flops: Sequence[float], pipeline: Pipeline) -> schedules.Costs:
-        """The times of stages if time went by FLOPs."""
+        """Returns the times of stages, proportional to their FLOPs."""
         again = recomputed_layers(self.config, self.layers) if self.config.recompute.mode == "full" else ()
         return stage_costs(times_by_flops(flops, again), pipeline.cut.ranges)
 

@@ -282,9 +282,9 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
 
 
 def _problems_here(config: Config, forecast: Forecast | None, data: Data, dry_run: bool) -> list[str]:
-    """What this machine's disk, drive or devices, or a checkpoint on it, object to.
+    """Returns the problems of a run with this machine's disk, drive and devices, and with a checkpoint to resume.
 
-    dry_run: the run may be planned for another machine, so free space and the drive here do not matter.
+    dry_run: the run may be planned for another machine, so free space and the drive of this one are not checked.
     """
     folder = Path(config.run.dir or "runs")
     problems = [*_folder_problems(folder), *_resume_problems(folder, config, data), *_device_problems(config)]
@@ -340,7 +340,8 @@ def _space_problems(folder: Path, forecast: Forecast | None) -> list[str]:
 
 
 def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
-    """Whether what would be resumed is there, and what of it a resume refuses; damage is found when it is read."""
+    """Returns a problem if the checkpoint to resume is missing, and its differences that a resume refuses. Damage is
+    found when it is read."""
     resume = after_restart(folder, config.checkpoint.resume)
     if is_hf_folder(Path(resume)):
         return []  # looked at already
@@ -360,7 +361,7 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
 def _device_problems(config: Config) -> list[str]:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     count = device.count()
-    own = count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ  # srun may show each task its own GPU alone
+    own = count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ  # srun may make only its own GPU visible to each task
     if 0 < count < local_world and not own:
         fix = f"start {count}, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU"
         return [f"{local_world} ranks on a machine with {count} GPU{'s' if count > 1 else ''}: {fix}"]

@@ -1,11 +1,11 @@
-"""Ranks of processes that srun or mpirun started, without torchrun.
+"""Sets torchrun's environment variables for processes that srun or mpirun started.
 
     adopt()                  # sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-    world = world_size()     # the same, and the number of ranks
+    world = world_size()     # the same, and returns the number of ranks
 
-What torchrun, or the user, has set counts: if RANK or WORLD_SIZE is there, nothing is changed. So torchrun may run in
-each task of a Slurm step, and `WORLD_SIZE=1` starts independent processes in such a step. A shell of sbatch or salloc
-is no step of several tasks: a process, or torchrun, started there is alone.
+If torchrun or the user has set RANK or WORLD_SIZE, nothing is changed. So torchrun can run in each task of a Slurm
+step, and `WORLD_SIZE=1` starts independent processes in such a step. A shell of sbatch or salloc is not a step of
+several tasks: a process that is started there without srun is a world of one, and torchrun works.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ TORCHRUN = "start the processes with torchrun instead: torchrun --nnodes N --npr
 
 
 class LauncherError(ValueError):
-    """Processes that a launcher started without what they need to find each other."""
+    """Raised if a launcher's variables do not suffice for its processes to connect."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables of a launcher: ranks in total, this rank, ranks of this machine, this rank among them.
+    """The environment variables of a launcher.
 
     Args:
-        command: for messages.
-        variables: WORLD_SIZE, RANK, LOCAL_WORLD_SIZE and LOCAL_RANK by this launcher's names.
-        exports: how the command passes a variable on, with {} for the variable.
-        job: variables that are different for each start.
+        command: its name in messages.
+        variables: its names of WORLD_SIZE, RANK, LOCAL_WORLD_SIZE and LOCAL_RANK.
+        exports: the option that exports a variable, with {} for the variable.
+        job: variables that differ between runs.
     """
 
     command: str
@@ -59,7 +59,7 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets torchrun's variables from those of srun or mpirun, if they have started several processes.
 
     Raises:
-        LauncherError: if the processes cannot find each other; it names the command to use.
+        LauncherError: the processes cannot find each other; the message has the command to use.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return
@@ -76,7 +76,7 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
     address = environment.get("MASTER_ADDR") or _address(launcher, environment, size == local_size)
     if address is None:
         export = launcher.exports.format("MASTER_ADDR=HOST")
-        raise LauncherError(f"{started} on several machines: pass on the one of rank 0 with {export}, or {TORCHRUN}")
+        raise LauncherError(f"{started} on several machines: name the one of rank 0 with {export}, or {TORCHRUN}")
     environment.update({name: str(numbers[name]) for name in NAMES}, MASTER_ADDR=address)
     environment.setdefault("MASTER_PORT", str(_port(launcher, environment)))
 
@@ -88,10 +88,10 @@ def world_size() -> int:
 
 
 def _find(environment: Variables) -> tuple[Launcher | None, dict[str, int]]:
-    """Returns the launcher of this process, and those of torchrun's numbers that its variables give.
+    """Returns the launcher of this process, and the values of torchrun's variables, as far as its variables have them.
 
-    mpirun in a Slurm job starts its daemons with srun, whose variables are those of the daemons: so MPI comes first. A
-    Slurm step with PMI has PMI_RANK and PMI_SIZE, but no local numbers of MPI.
+    MPI's variables are used before Slurm's: in a Slurm job mpirun starts daemons with srun, and Slurm's variables then
+    describe the daemons. A Slurm step with PMI has PMI_RANK and PMI_SIZE, but not MPI's local variables.
     """
     mpi = [(launcher, dict(_numbers(environment, launcher.variables))) for launcher in MPI]
     mpi = [(launcher, numbers) for launcher, numbers in mpi if "WORLD_SIZE" in numbers]
@@ -102,7 +102,7 @@ def _find(environment: Variables) -> tuple[Launcher | None, dict[str, int]]:
 
 
 def _numbers(environment: Variables, variables: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    """Yields the numbers by these variables; local ones may be given by torchrun's names."""
+    """Yields the values of these variables by torchrun's names. Torchrun's local variables are accepted as well."""
     for name, variable in zip(NAMES, variables, strict=True):
         if found := next((one for one in (variable, name) if one in environment), ""):
             yield name, _whole(environment, found)
@@ -115,15 +115,15 @@ def _whole(environment: Variables, variable: str) -> int:
 
 
 def without_srun(environment: Variables = os.environ) -> str:
-    """Returns a note on a process that is alone in a Slurm job of several tasks, as in a shell of sbatch; else ""."""
+    """Returns a note if this is a single process in a Slurm job of several tasks, as in a shell of sbatch; else ""."""
     tasks = environment.get("SLURM_NTASKS", "1")
     if tasks == "1" or "SLURM_STEP_NUM_TASKS" in environment or "WORLD_SIZE" in environment:
         return ""
-    return f"SLURM_NTASKS is {tasks}, and srun did not start this process: it is alone; srun or torchrun start several"
+    return f"SLURM_NTASKS is {tasks}, but srun did not start this process, so it runs alone: use srun or torchrun"
 
 
 def _slurm_numbers(environment: Variables) -> dict[str, int]:
-    """The numbers of a Slurm step. In a shell of sbatch there is none: SLURM_NTASKS is what the job asked for, and
+    """Returns the values of a Slurm step; empty in a shell of sbatch, where SLURM_NTASKS is the request of the job and
     SLURM_PROCID is 0."""
     names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "", "SLURM_LOCALID")
     found = dict(_numbers(environment, names))
@@ -138,7 +138,8 @@ def _slurm_numbers(environment: Variables) -> dict[str, int]:
 
 
 def _tasks_here(environment: Variables, size: int) -> int | None:
-    """Tasks on this machine: the entry of SLURM_NODEID in a list such as 2(x3),1; all without such a list."""
+    """Returns the number of tasks on this machine: entry SLURM_NODEID of a list such as 2(x3),1. Without the list: all
+    tasks on one machine, else None."""
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     text = next((environment[name] for name in names if name in environment), None)
     if text is None:
@@ -156,7 +157,7 @@ def _nodes(environment: Variables) -> int | None:
 
 
 def _address(launcher: Launcher, environment: Variables, one_machine: bool) -> str | None:
-    """The machine of rank 0, as far as it is known: the first of Slurm's list such as node[01-03,07],other."""
+    """Returns the machine of rank 0: the first of Slurm's list, such as node[01-03,07],other; None if it is unknown."""
     if one_machine:
         return "127.0.0.1"
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -168,6 +169,6 @@ def _address(launcher: Launcher, environment: Variables, one_machine: bool) -> s
 
 
 def _port(launcher: Launcher, environment: Variables) -> int:
-    """A port that all ranks of a start find: from 10000 to 29999, below those that systems hand out."""
+    """Returns a port that is the same on all ranks of a run, from 10000 to 29999, below the ephemeral ports."""
     job = ".".join(environment.get(name, "") for name in launcher.job)
     return 10000 + zlib.crc32(job.encode()) % 20000

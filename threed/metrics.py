@@ -16,8 +16,11 @@ from threed.topology import Axis
 
 
 class DataError(ValueError):
-    """A batch with invalid data, such as token ids beyond the vocabulary. Its step was skipped. Raised when the metrics
-    of that step, or of a later one, are read, or when the state is saved."""
+    """Raised for invalid data in a batch, such as token ids beyond the vocabulary.
+
+    The batch's step was skipped. The error is raised when metrics of that step or of a later one are read, or when the
+    state is saved.
+    """
 
 
 class BadStepsError(RuntimeError):
@@ -25,28 +28,28 @@ class BadStepsError(RuntimeError):
 
 
 class Faults:
-    """Errors in the data of steps. They stay on the device until a step's metrics are read or the state is saved.
+    """Collects errors in the data of steps, on the device, until metrics are read or the state is saved.
 
     Args:
-        flags: of all layers, on every rank the same.
-        device: where the layers run.
-        warns: whether this rank warns of flags that are no errors.
+        flags: of all layers, the same on every rank.
+        device: of the layers.
+        warns: whether this rank gives the warnings for flags with `error` false.
     """
 
     def __init__(self, flags: Sequence[Flag], device: torch.device, warns: bool) -> None:
         self.flags, self.warns = tuple(flags), warns
         self._count = torch.zeros(len(flags), dtype=torch.float64, device=device)
         self._told = [0.0] * len(flags)
-        self._raised: dict[int, str] = {}  # by step, for a second property of its metrics
+        self._raised: dict[int, str] = {}  # by step, so that every property of its metrics raises
 
     def clear(self) -> None:
-        """Drops what the flags recorded."""
+        """Clears the records of all flags."""
         for flag in self.flags:
             flag.swap(None)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Clears the flags for the block, and restores the records of an open step after it."""
+        """Clears the flags for the block, and restores the records of a step in progress after it."""
         kept = [flag.swap(None) for flag in self.flags]
         try:
             yield
@@ -55,7 +58,7 @@ class Faults:
                 flag.swap(found)
 
     def appended_to(self, loss: Tensor) -> Tensor:
-        """Takes the flags; returns the loss [1] followed by them, fp64, to be summed over all ranks in one message."""
+        """Takes the flags and returns them behind the loss [1], fp64 [1 + number of flags], for one sum over ranks."""
         return torch.cat((loss, *(flag.take(loss.device).view(1) for flag in self.flags)))
 
     def add(self, found: Tensor) -> Tensor:
@@ -71,8 +74,8 @@ class Faults:
             raise DataError(self._raised[step])
 
     def raise_before_save(self, step: int, counts: Tensor, everyone: Axis) -> None:
-        """Raises DataError on every rank if there are errors up to this step that some rank has not raised yet: a rank
-        may have read no metrics. Collective over `everyone`."""
+        """Raises DataError on every rank if some rank has not yet raised an error of a step up to this one. Collective
+        over `everyone`."""
         everywhere = collectives.exchange(self._new(counts), everyone)
         if what := dict.fromkeys(check for rank in everywhere for check in rank):
             raise DataError(
@@ -81,7 +84,7 @@ class Faults:
             )
 
     def _new(self, counts: Tensor) -> list[str]:
-        """Returns the errors that these counts show for the first time; warns of other flags."""
+        """Returns the errors that were not counted before; warns of other new flags."""
         now = counts.tolist()
         new = [flag for flag, n, told in zip(self.flags, now, self._told, strict=True) if n > told]
         self._told = [max(both) for both in zip(now, self._told, strict=True)]
@@ -92,7 +95,7 @@ class Faults:
 
 
 def loss_of(sums: Tensor) -> Tensor:
-    """Returns the loss of sums over all ranks [1 + number of flags]: NaN if a flag is set, for it is of other data."""
+    """Returns the loss from sums over all ranks [1 + number of flags]; NaN if a flag is set."""
     return torch.where(sums[1:].any(), torch.nan, sums[0])
 
 
@@ -125,7 +128,7 @@ class Later:
 
     @property
     def found(self) -> Numbers | None:
-        """The numbers, if they were found before."""
+        """The numbers, or None if they were not computed yet."""
         return self._found
 
 
@@ -146,7 +149,7 @@ class StepMetrics:
     max_bad_steps: int = 0
 
     def __repr__(self) -> str:
-        """The values, without the errors that properties raise; "not read yet" where finding them needs other ranks."""
+        """Returns the values without raising errors; "not read yet" for values that would require a collective."""
         numbers = self._numbers.found
         names = ("loss", "grad_norm", "lr", "loss_scale")
         parts = [f"step={self.step}", f"tokens={self.tokens}"]

@@ -1,4 +1,4 @@
-"""Packages that are not installed: an error with the package, what needs it, and the command that installs it."""
+"""The error for a package that is not installed: its name, its purpose, and the command that installs it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from types import ModuleType
 
 
 class MissingPackageError(ModuleNotFoundError):
-    """A package that threed was asked to use is not installed, or is too old."""
+    """Raised for a required package that is not installed, or too old."""
 
 
 def needed(package: str, purpose: str) -> ModuleType:
-    """Imports a package that only some uses of threed need.
+    """Imports an optional package.
 
     Args:
-        package: its name, which is also the name that pip installs it by.
-        purpose: the subject of the error message: what needs the package.
+        package: its name, for import and for pip.
+        purpose: the feature that needs the package; the subject of the error message.
 
     Raises:
         MissingPackageError: the package is not installed.
@@ -27,7 +27,7 @@ def needed(package: str, purpose: str) -> ModuleType:
 
 
 def missing(package: str, purpose: str, error: ImportError) -> MissingPackageError:
-    """Returns the error to raise in place of an ImportError; `package` may have a version, as in "pydantic>=2.7"."""
+    """Returns the error to raise instead of an ImportError; `package` may have a version, such as "pydantic>=2.7"."""
     name = package.partition(">")[0]
     shown = package if package == name else f"'{package}'"  # a shell would take ">" for a redirection
     what = f"{purpose} needs the package {name}, which cannot be imported here ({error})"

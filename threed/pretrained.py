@@ -4,8 +4,8 @@
     load([*start.flags, *argv], start.defaults)
 
 The folder says what the model is: its keys count more than those of a preset or file, and a flag that says another
-thing is refused. Only the sequence's length and the dropout are the run's own. Its tokenizer is the run's where no
-other is said; where it has none, the run must name one.
+thing is refused. Only the sequence's length and the dropout are the run's own. The run uses the folder's tokenizer
+unless `--data.tokenizer` names another, which is required if the folder has none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from threed.resolution import resolve_model, spelt_as
 
 Groups = Mapping[str, Mapping[str, Any]]
 SEQ = 256  # as long as nobody says how long
-FIX = "give the model's own by --data.tokenizer FOLDER (or bytes, if the model was trained on bytes)"
+FIX = "give the model's tokenizer with --data.tokenizer FOLDER (or bytes, if the model was trained on bytes)"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _open(path: Path, check: bool, named: bool) -> tuple[ModelConfig, str | None
         if named:
             return folder.model, None
         if not files.vocabulary:
-            raise CheckpointError(f"the folder has no tokenizer that is read ({VOCABULARY_NAMES}): {FIX}")
+            raise CheckpointError(f"the folder has no tokenizer ({VOCABULARY_NAMES}): {FIX}")
         return folder.model, str(path.absolute())
     if not (path / native.MANIFEST).is_file():
         return None
@@ -93,7 +93,7 @@ def _open(path: Path, check: bool, named: bool) -> tuple[ModelConfig, str | None
         return None
     if named or name == "bytes":
         return model, None
-    if saved_files(name, manifest) is None:  # whoever wrote the checkpoint may have named any path
+    if saved_files(name, manifest) is None:  # a checkpoint from elsewhere may name any path
         what = f"its tokenizer, {plain(name)}, is not here or has other files now"
         raise CheckpointError(f"{what}: {FIX}")
     return model, name

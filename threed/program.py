@@ -1,4 +1,4 @@
-"""The command line of a custom program that trains: its configuration, or its help.
+"""Reads the command line of a custom training program.
 
 config = program_config(sys.argv[1:], prog="mine.py", about=__doc__, defaults=DEFAULTS, world_size=8)
 """
@@ -17,9 +17,9 @@ from threed.config import Config, ConfigError
 def program_config(
     argv: list[str], *, prog: str, about: str, defaults: Mapping[str, Mapping[str, Any]], world_size: int
 ) -> Config:
-    """Returns the checked configuration of a custom program, which has no presets and no dry run.
+    """Returns the checked configuration of a custom program. Such a program has no presets and no dry run.
 
-    With `--help` it prints `about` and every key with its default, and exits with code 0.
+    With `--help` the function prints `about` and every key with its default on local rank 0, and exits with code 0.
 
     Args:
         argv: the command line without the program's name.

@@ -1,4 +1,4 @@
-"""Where a run comes from: the code, the machines, the versions and the size of the model, for dashboards."""
+"""The provenance of a run for dashboards: code, machines, versions and size of the model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from threed.topology import Topology
 
 
 def provenance(topology: Topology, parameters: int) -> dict[str, Any]:
-    """Returns what tells one run from another beside its configuration, as plain JSON.
+    """Returns facts about a run that are not in its configuration, as plain JSON values.
 
     Args:
         topology: of the run.
-        parameters: number of elements of all parameters.
+        parameters: the number of elements of all parameters.
     """
     versions = {"threed": version(), "torch": torch.__version__, "python": platform.python_version()}
     return {
@@ -33,7 +33,7 @@ def provenance(topology: Topology, parameters: int) -> dict[str, Any]:
 
 
 def version() -> str:
-    """Returns the version of the threed that is installed; "not installed" in a checkout that is only on the path."""
+    """Returns the installed version of threed; "not installed" for a checkout that is only on the path."""
     try:
         return importlib.metadata.version("threed")
     except importlib.metadata.PackageNotFoundError:
@@ -41,7 +41,7 @@ def version() -> str:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Returns the commit that is checked out in a folder; None outside of a repository or without git."""
+    """Returns the commit that is checked out in a folder; None outside a repository or without git."""
     command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

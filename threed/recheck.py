@@ -15,9 +15,9 @@ ranks, but not to other data ranks before gradients are summed. So blame is for 
 tensor ranks are named together.
 
 Two computations are equal only if every operation is deterministic, which the attention backward of GPUs is not by
-default. So all steps run under `torch.use_deterministic_algorithms`: torch takes deterministic kernels (no cuDNN
-attention), and an operation that has none raises NondeterministicError. What torch cannot see, such as a custom kernel
-with atomics, must be deterministic itself.
+default. So all steps run under `torch.use_deterministic_algorithms`: torch uses deterministic kernels (no cuDNN
+attention), and an operation without one raises NondeterministicError. torch cannot check custom kernels, for example
+with atomics; these must be deterministic themselves.
 
 Phases of a step: remember · step, recorded · not bad: done · go back, step again · compare, say.
 """
@@ -49,18 +49,19 @@ Place = Mapping[str, int]  # a rank's coordinates
 
 
 class NondeterministicError(RuntimeError):
-    """A step has an operation for which torch has no deterministic kernel, so it cannot be computed twice alike."""
+    """Raised for an operation without a deterministic kernel: two computations of a step could not be compared."""
 
 
 def configure_cublas() -> None:
-    """Has cuBLAS compute deterministically, unless the environment has chosen how. Takes effect only before the first
-    matrix product of the process on a GPU."""
+    """Makes cuBLAS deterministic, unless CUBLAS_WORKSPACE_CONFIG is set. Call it before the process's first matrix
+    product on a GPU; later it has no effect."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Lets torch use deterministic kernels only; NondeterministicError for an operation without one."""
+    """Makes torch use deterministic kernels only, inside the block. Raises NondeterministicError for an operation
+    without one."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory

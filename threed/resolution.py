@@ -35,7 +35,7 @@ def count_microbatches(config: Config, dp: int) -> int:
 
 
 def default_warmup(steps: int) -> int:
-    """Returns the warm-up of a run of so many steps that names none."""
+    """Returns the default warm-up of a run of `steps` steps."""
     return min(20, steps // 2)
 
 
@@ -89,8 +89,8 @@ def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
 
 
 def spelt_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """Returns a saved Qwen3 as the Llama with `qk_norm` that a run spells it as, if the run does and it can be; any
-    other saved model as it is. Both have the same layers and weights."""
+    """Returns the saved model in the run's terms: a Qwen3 as a Llama with `qk_norm`, which has the same layers and
+    weights, if `model` is such a Llama and the Qwen3 has no windows. Other saved models are returned unchanged."""
     llama = saved.model_copy(update={"arch": "llama", "qk_norm": True})
     windows = saved.window is not None or saved.layer_pattern is not None
     same = (saved.arch, model.arch, model.qk_norm, windows) == ("qwen3", "llama", True, False)

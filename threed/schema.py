@@ -1,4 +1,4 @@
-"""What threed uses of pydantic: the only module that imports it, so that one error names it where it is missing."""
+"""The names that threed uses of pydantic. No other module imports pydantic, so there is one error if it is missing."""
 
 from __future__ import annotations
 

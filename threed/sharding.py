@@ -111,7 +111,7 @@ def is_managed(param: Tensor) -> bool:
 
 
 def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises ValueError naming tensors that are not one block of memory, and can be neither sent nor saved."""
+    """Raises ValueError naming sparse, quantized and nested tensors, which can be neither sent nor saved."""
     found = [
         f"{name} ({'quantized' if value.is_quantized else value.layout})" for name, value in named
         if value.layout is not torch.strided or value.is_quantized or value.is_nested
@@ -124,7 +124,7 @@ def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def few(names: Sequence[str]) -> str:
-    """Returns names as text, at most five of them."""
+    """Returns the names as text; after the first five only the number of the others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 

@@ -238,10 +238,11 @@ class Topology:
         return self.sizes["tp"]
 
     def _even_out(self) -> None:
-        """Brings all ranks to the same number of groups, whatever groups a program made before: see `_line`.
+        """Makes groups until all ranks have made the same number, since a program may have made some before: see
+        `_line`.
 
-        The groups that make up for missing ones are gloo's: where NCCL's world is bound to a device, making a group of
-        NCCL's splits the world's communicator, for which every rank waits, and only some ranks are here.
+        These groups use gloo. If NCCL's world is bound to a device, making an NCCL group splits the world's
+        communicator, a collective of all ranks, and only some ranks make a group here.
         """
         if self.on_paper or self.world == 1:
             return

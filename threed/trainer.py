@@ -220,7 +220,7 @@ class Trainer:
         if logged:
             self.engine.record()
         self._profile(step)
-        self.topology.traffic.clear()  # of what is not a step: the start, evaluation, saves
+        self.topology.traffic.clear()  # only steps count: not the start, evaluation and saves
         metrics = self._step(step, batch)
         loss = metrics.loss if logged else None  # reading it waits for the device, so only where it is told
         self.traffic.add(self.topology.traffic)
@@ -286,7 +286,7 @@ class Trainer:
         return row
 
     def _tokens(self) -> int:
-        """Tokens of all steps so far: sequences may have been of another length before a resume."""
+        """Returns the tokens of all steps so far; sequences may have had another length before a resume."""
         return int(self.begun_tokens + (self.engine.consumed - self.begun_samples) * self.config.model.seq)
 
     def _all_spans(self) -> list[Any]:

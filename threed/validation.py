@@ -1,12 +1,12 @@
-"""Validation: the mean token loss over the first validation windows, each of them once.
+"""Computes the mean token loss over the first validation windows, each of them once.
 
     validation = Validation(engine, data)
-    validation.notice                          for the user; empty if there are enough windows
-    loss = validation.loss(stops)              collective; None if `stops` returned true on the way
+    validation.notice                          a note for the user; empty if there are enough windows
+    loss = validation.loss(stops)              collective; None if `stops` returned true
     validation.bits_per_byte(loss)
 
-Every evaluation runs full global batches, for any topology, micro-batch and schedule. In the last one the rows beyond
-the last window have labels that do not count, and the batches are weighted by their windows.
+Every evaluation runs full global batches, for any topology, micro-batch and schedule. In the last batch the labels of
+rows beyond the last window are ignored, and the mean weights batches by their numbers of windows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IGNORED = -100
 class Validation:
     """Evaluates an engine on the first `train.eval_samples` validation windows, or on all of them if there are fewer.
 
-    windows: how many these are.
+    windows: the number of windows that are evaluated.
     """
 
     def __init__(self, engine: Engine, data: Data) -> None:
@@ -38,17 +38,18 @@ class Validation:
 
     @property
     def notice(self) -> str:
-        """What to tell the user; empty if there are as many windows as asked for."""
+        """A note for the user; empty if there are at least `train.eval_samples` windows."""
         if self.windows == self.asked:
             return ""
         there = f"there are {self.windows} windows of {self.data.valid.seq} tokens"
         return f"{there}, fewer than --train.eval-samples {self.asked}: val/loss is over each of them once"
 
     def loss(self, stops: Callable[[], bool]) -> float | None:
-        """Returns the mean token loss, in nats, or None. Collective.
+        """Returns the mean token loss in nats, or None if the evaluation was ended. Collective.
 
         Args:
-            stops: called after each global batch; true on all ranks ends the evaluation.
+            stops: called after each global batch; ends the evaluation if it returns true, which it must do on all
+                ranks.
         """
         sums: list[Tensor] = []
         for first in range(0, self.windows, self.batch):
@@ -59,7 +60,8 @@ class Validation:
         return float(torch.stack(sums).sum()) / self.windows
 
     def _rows(self, first: int) -> dict[str, Tensor]:
-        """This data rank's rows of a global batch, from window `first`; labels from the last window on do not count."""
+        """Returns this data rank's rows of a global batch, from window `first`; labels beyond the last window are
+        ignored."""
         rows = self.data.valid.batch(first, self.share)
         rows["labels"][max(0, self.windows - first) :] = IGNORED
         return rows

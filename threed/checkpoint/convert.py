@@ -31,9 +31,9 @@ def convert(
     """Converts the checkpoint folder `src` into the new folder `dst`, and returns that.
 
     to: "native" or "hf"; None: the other one than `src` is. dtype: of the weights; None: as they are. tokenizer:
-    "bytes", a folder or the path of a tokenizer.json, "none" for none; None: the folder's own, or the one of the run.
-    allow_pickle: read other programs' checkpoints too. config: of their model, where it is not beside. Raises
-    CheckpointError, saying what to do.
+    "bytes", a folder, the path of a tokenizer.json, or "none"; None: that of the folder or of the run.
+    allow_pickle: read other programs' checkpoints too. config: of their model, if it is elsewhere. Raises
+    CheckpointError with the fix.
     """
     src, dst = Path(src), Path(dst)
     kind = kind_of(src, allow_pickle)
@@ -57,7 +57,7 @@ def _from_native(src: Path, dst: Path, dtype: str | None, spec: str | None) -> P
     spec, files = _trained_with(manifest)
     record = folder_record.checked(extra.get("hf"))
     if files is not None and record is not None and record["tokenizer"] == extra["tokenizer"]:
-        return hf.export_hf(src, dst, None, dtype, files=files)  # those of the folder, whatever is in them
+        return hf.export_hf(src, dst, None, dtype, files=files)  # copied without reading them
     return hf.export_hf(src, dst, _tokenizer(spec if files is None else files), dtype)
 
 
@@ -89,7 +89,7 @@ def _from_hf(folder: HFFolder, dst: Path, to: str, dtype: str | None, spec: str 
 
 
 def _named(spec: str) -> tuple[str, dict[str, str] | None]:
-    """Returns how a checkpoint names this tokenizer, and the hashes of its files."""
+    """Returns the name of a tokenizer in a checkpoint, and the hashes of its files."""
     tokenizer = _tokenizer(spec)
     if tokenizer is None or spec == "bytes":
         return spec, tokenizer.files if tokenizer else None
@@ -117,9 +117,12 @@ def kind_of(path: Path, allow_pickle: bool = False) -> str:
 
 
 def _trained_with(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | None]:
-    """Returns the tokenizer that a checkpoint names, and its files; CheckpointError unless these have the saved hashes.
+    """Returns the tokenizer that a checkpoint names, and its files.
 
-    An export copies them, and whoever wrote the checkpoint may have named any path of this machine.
+    An export copies the files, and a checkpoint from elsewhere may name any path of this machine.
+
+    Raises:
+        CheckpointError: the files do not have the hashes in the checkpoint.
     """
     spec = str(manifest["config"]["data"]["tokenizer"])
     saved = manifest["state"]["extra"].get("tokenizer")
@@ -135,12 +138,12 @@ def _trained_with(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | No
 
 
 def saved_files(spec: str, manifest: Mapping[str, Any]) -> TokenizerFiles | None:
-    """Returns the files of a tokenizer with the hashes in a checkpoint; None if some have others, or are missing."""
+    """Returns the files of a tokenizer; None if one is missing or does not have the hash in the checkpoint."""
     extra = manifest["state"]["extra"]
     saved = extra.get("tokenizer")
     try:
         found = folder_files(Path(spec)) if Path(spec).is_dir() else find_files(spec)
-        if "hf" not in extra and FIRST_NAMES.issuperset(saved or ()):  # of an earlier version
+        if "hf" not in extra and FIRST_NAMES.issuperset(saved or ()):  # written by an earlier version
             found = found.only(FIRST_NAMES)
         return found if found.files and found.hashes() == saved else None
     except (ValueError, OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to

@@ -1,10 +1,10 @@
-"""What a Hugging Face folder says that is not of its model: the record that goes from folder to checkpoint to folder.
+"""The record of a Hugging Face folder: special token ids and generation defaults, kept from import to export.
 
 Use: `record = record_of(config, generation, hashes)`, kept as `extra["hf"]` of a native checkpoint, and at an export
 `config, files = written(record, tokenizer)`.
 
-The record has the keys of config.json about tokens and their ids, the text of generation_config.json, and the hashes of
-the tokenizer's files. The files themselves are copied from the folder, if they have these hashes.
+The record has the keys of config.json that are not of the model (`KEPT`), the text of generation_config.json, and the
+hashes of the tokenizer's files. An export copies the files themselves from the folder, if they still have these hashes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from threed.checkpoint.files import CheckpointError
 from threed.data.tokenizer import Tokenizer
 from threed.parse import ParseError, parse_json
 
-# Keys of a config.json that do not describe the model and are kept: transformers chooses the tokenizer's class by some.
+# Keys of a config.json that do not describe the model. By some of them transformers chooses the tokenizer's class.
 KEPT = (
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tokenizer_class", "transformers_version",
     "_name_or_path", "initializer_range", "use_cache",
@@ -38,7 +38,7 @@ def record_of(config: Mapping[str, Any], generation: str | None, hashes: Mapping
 
 
 def checked(record: object) -> dict[str, Any] | None:
-    """Returns the record that a checkpoint has, or None if it has none; CheckpointError if it is malformed."""
+    """Returns the record in a checkpoint, or None. Raises CheckpointError if it is malformed."""
     if record is None:
         return None
     if isinstance(record, dict):
@@ -51,8 +51,8 @@ def checked(record: object) -> dict[str, Any] | None:
 
 
 def belongs(record: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
-    """Returns whether the ids of a record are of this tokenizer: the files are the same, or its end of text is one of
-    the record's eos ids."""
+    """Returns whether a record is of this tokenizer: the files are the same, or the tokenizer's end of text is one of
+    the recorded eos ids."""
     ends = [part.get("eos_token_id") for part in (record["config"], _generation(record))]
     known = [number for end in ends for number in (end if isinstance(end, list) else [end])]
     same = bool(tokenizer.files) and tokenizer.files == record["tokenizer"]
@@ -60,7 +60,7 @@ def belongs(record: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
 
 
 def _generation(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the object in generation_config.json; empty if there is none."""
+    """Returns the recorded object in generation_config.json, or an empty one."""
     try:
         found = parse_json(record["generation"] or "{}", GENERATION)
     except ParseError as error:
@@ -69,10 +69,9 @@ def _generation(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written(record: dict[str, Any] | None, tokenizer: Tokenizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns what an export adds to config.json, and its further JSON files by name: objects, or their text.
+    """Returns the keys that an export adds to config.json, and its other JSON files by name, as objects or text.
 
-    Both are those of the record if there is one that belongs to the tokenizer, else those that the tokenizer names.
-    Warns if a record is left out.
+    They come from the record if it belongs to the tokenizer, else from the tokenizer. Warns if a record is not used.
     """
     if record is not None and (tokenizer is None or belongs(record, tokenizer)):
         files = {} if record["generation"] is None else {GENERATION: record["generation"]}
@@ -88,8 +87,8 @@ def written(record: dict[str, Any] | None, tokenizer: Tokenizer | None) -> tuple
 
 
 def _ids_of(tokenizer: Tokenizer | None) -> dict[str, int | None]:
-    """Returns the ids that a tokenizer names. Without a bos token a document begins where another ends, as in
-    training."""
+    """Returns the bos and eos ids of a tokenizer. Without a bos token bos is the end of text, which precedes a document
+    in training."""
     if tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
     bos = tokenizer.eot if tokenizer.bos_token_id is None else tokenizer.bos_token_id

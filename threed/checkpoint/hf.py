@@ -50,10 +50,10 @@ class Weights(Protocol):
 
 
 class SavesFiles(Protocol):
-    """A tokenizer, or its files."""
+    """A tokenizer, or the files of one."""
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
-        """Writes its files into the folder of a model."""
+        """Writes the tokenizer's files into the folder of a model."""
 
 
 class Saved:
@@ -77,12 +77,19 @@ def export_hf(
 ) -> Path:  # fmt: skip
     """Writes a native checkpoint as a folder that `transformers` loads, whole or not at all; no process group needed.
 
-    Ids of special tokens and generation_config.json are those of the Hugging Face folder that the run began from, if it
-    did and the tokenizer is that folder's, else those that the tokenizer names.
+    If the run began from a Hugging Face folder and uses its tokenizer, special token ids and generation_config.json are
+    those of the folder; otherwise they follow from the tokenizer. An earlier export at `out` is replaced.
 
-    dtype: fp32, bf16, fp16 or fp64; None: as the checkpoint has its weights (masters). files: of the tokenizer, to copy
-    without reading them. An earlier export at `out` is replaced. Raises CheckpointError for damage, names or shapes
-    that are not the model's, values that overflow.
+    Args:
+        checkpoint: the folder of the native checkpoint.
+        out: the folder to write.
+        tokenizer: its files are written too.
+        dtype: of the weights: fp32, bf16, fp16 or fp64; None: as in the checkpoint (masters).
+        files: files of a tokenizer to copy, instead of `tokenizer`.
+        shard_bytes: the largest size of a file of weights.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, has names or shapes of another model, or values that overflow.
     """
     manifest = native.read_manifest(checkpoint)
     problems = native.verify(checkpoint, manifest, thorough=True)

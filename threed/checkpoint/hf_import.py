@@ -40,9 +40,9 @@ def import_hf(
 ) -> Path:  # fmt: skip
     """Writes a folder's weights as the native checkpoint `out`, whole or not at all; moments are left out.
 
-    dtype: of all weights; None: each as it is. tokenizer: which one an export takes. extra: kept in the manifest: the
-    hashes of the tokenizer's files, and the folder's record. Raises CheckpointError with all that does not fit, and for
-    values that overflow.
+    dtype: of all weights; None: each as it is. tokenizer: the one that an export uses. extra: kept in the manifest,
+    such as the hashes of the tokenizer's files and the folder's record. Raises CheckpointError with all that does not
+    fit, and for values that overflow.
     """
     if problems := list(folder.problems()):
         raise CheckpointError("; ".join(problems))
@@ -109,7 +109,7 @@ def _opened(path: Path, config: Config, everyone: Axis) -> tuple[HFFolder | None
 
 
 def record_of_folder(folder: HFFolder) -> dict[str, Any]:
-    """Returns what a folder says besides its model; see `folder_record`. CheckpointError if a file is malformed."""
+    """Returns the record of a folder (`folder_record`). Raises CheckpointError if a file is malformed."""
     path = folder.path / GENERATION
     try:
         generation = None
@@ -122,7 +122,7 @@ def record_of_folder(folder: HFFolder) -> dict[str, Any]:
 
 
 def _agreed_record(folder: HFFolder, everyone: Axis) -> dict[str, Any]:
-    """Returns the record of a folder, as the first rank sees it. Collective."""
+    """Returns the record of a folder that rank 0 has read. Collective."""
     record: dict[str, Any] = {}
     problems = []
     try:

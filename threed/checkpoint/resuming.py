@@ -1,11 +1,11 @@
-"""What a resume does with every key that differs from the checkpoint's: the table, and the comparison.
+"""Compares a checkpoint with the run that resumes from it, by a table of all keys.
 
     found = compare(manifest, config, data)
-    found.refused          problems, each with what to do instead
-    found.applied          lines for the user: what was, what is, and the effect
+    found.refused          problems, each with its fix
+    found.applied          lines to report: the old value, the new value, the effect
 
-docs/reference.md has the table, made from `RULES` by `python -m tests.keys`. A checkpoint of no steps, or of weights
-that another framework trained, has the keys of no run: of these the model and the optimizer are compared.
+`python -m tests.keys` writes the table, `RULES`, to docs/reference.md. If a checkpoint has no steps, or its weights
+were trained by another framework, its keys are not those of a run: only the model and the optimizer are compared.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Manifest = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """What a resume does where some keys differ from the checkpoint's.
+    """The handling of some keys on a resume, if they differ from the checkpoint's.
 
     Args:
         group: of the keys.
         names: the keys as users write them, separated by blanks.
-        change: free (takes effect, nothing to report), applied (takes effect and is reported) or refused.
-        note: free: why; applied: the effect, a part of the report; refused: what to do instead.
+        change: free (takes effect and is not reported), applied (takes effect and is reported) or refused.
+        note: the reason if free, the effect (a part of the report) if applied, the fix if refused.
     """
 
     group: str
@@ -72,9 +72,9 @@ RULES = (
         "recompute", "mode ops every partition offload loss-chunks arena", "free",
         "activations computed again are the same",
     ),
-    Rule("precision", "dtype", "applied", "results are rounded otherwise; the master weights stay"),
-    Rule("precision", "grad-dtype reduce-dtype", "applied", "gradients are rounded otherwise"),
-    Rule("precision", "cast-inputs", "applied", "floating-point inputs are rounded, or not, from here on"),
+    Rule("precision", "dtype", "applied", "results are rounded differently; the master weights stay"),
+    Rule("precision", "grad-dtype reduce-dtype", "applied", "gradients are rounded differently"),
+    Rule("precision", "cast-inputs", "applied", "rounding of floating-point inputs changes from here on"),
     Rule("precision", "loss-scale", "applied", "dynamic goes on from the checkpoint's dynamic scale, if it has one"),
     Rule(
         "model",
@@ -86,28 +86,31 @@ RULES = (
     Rule("model", "seq", "applied", "the data are divided into other windows: some text is read again, some later"),
     Rule(
         "model", "positions", "applied",
-        "exports name it; with learned positions or rope-scaling it is a part of the model, and refused",
+        "changes exports only; refused with learned positions or rope-scaling, as it is a part of the model",
     ),
-    Rule("model", "dropout", "applied", "counts from the next step on"),
+    Rule("model", "dropout", "applied", "takes effect from the next step on"),
     Rule("train", "steps", "applied", "the learning-rate schedule ends there"),
     Rule("train", "global-batch", "applied", "samples go on after the checkpoint's last one; the rate is not scaled"),
-    Rule("train", "seed", "applied", "samples and dropout masks are others from here on"),
-    Rule("train", "eval-samples", "applied", "val/loss is the mean of another number of windows"),
-    Rule("train", "grad-clip max-norm-spike", "applied", "counts from the next step on"),
+    Rule("train", "seed", "applied", "samples and dropout masks differ from here on"),
+    Rule("train", "eval-samples", "applied", "val/loss is the mean over another number of windows"),
+    Rule("train", "grad-clip max-norm-spike", "applied", "takes effect from the next step on"),
     Rule(
         "train", "stop-after micro-batch eval-every max-bad-steps sample-tokens time-limit", "free",
         "updates do not depend on it",
     ),
     Rule("optim", "name", "refused", "resume with the same optimizer, or start anew with --checkpoint.resume none"),
     Rule("optim", "lr min-lr warmup schedule", "applied", "the learning rate follows this run's keys"),
-    Rule("optim", "betas momentum eps weight-decay groups", "applied", "counts from the next step on; moments stay"),
+    Rule(
+        "optim", "betas momentum eps weight-decay groups", "applied",
+        "takes effect from the next step on; moments stay",
+    ),
     Rule("data", "path", "free", "the contents are compared instead"),
     Rule("data", "tokenizer", "free", "the ids are compared instead"),
-    Rule("data", "bos special-tokens", "applied", "documents are turned into ids this way from here on"),
+    Rule("data", "bos special-tokens", "applied", "documents are encoded differently from here on"),
     Rule("data", "split", "applied", "text that was trained on may be in the validation split now"),
     Rule(
         "checkpoint", "every keep keep-every async memory-every write-limit-mib resume export-hf", "free",
-        "what is saved does not depend on it",
+        "the saved values do not depend on it",
     ),
     Rule("log", "every wandb project profile-steps", "free", "logging does not change training"),
     Rule(
@@ -124,7 +127,7 @@ CONTENTS: tuple[tuple[str, Change, str], ...] = (
     ("contents of the data (sha256)", "applied", OTHER_DATA),
     ("ids that the tokenizer gives (fingerprint)", "refused", OTHER_IDS),
 )
-"""What is compared besides keys: what, the change, the note."""
+"""Comparisons other than of keys: name, change, note."""
 RATE = ("train.steps", "optim.lr", "optim.min-lr", "optim.warmup", "optim.schedule")
 BY_KEY = {key: rule for rule in RULES for key in rule.keys}
 
@@ -144,7 +147,13 @@ class Comparison:
 
 
 def compare(manifest: Manifest | None, config: Config, data: Data) -> Comparison:
-    """Compares a checkpoint, if there is one, with the resolved configuration and the data of the run that resumes."""
+    """Compares a checkpoint with the run that resumes from it.
+
+    Args:
+        manifest: of the checkpoint; None if there is none.
+        config: the resolved configuration of the run.
+        data: of the run.
+    """
     if manifest is None:
         return Comparison()
     model = model_differences(manifest, config)
@@ -173,8 +182,10 @@ def _is_of_a_run(manifest: Manifest) -> bool:
 
 
 def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
-    """Whether the run's tokenizer gives other ids than the checkpoint's, as far as that is recorded. Of the same files
-    it does not: what keys make of them has rows of their own."""
+    """Returns whether the run's tokenizer gives other ids than the checkpoint's, as far as that is recorded.
+
+    With the same files the answer is no: the keys that change ids have rows of their own.
+    """
     files, now = extra.get("tokenizer"), data.tokenizer.files
     if not isinstance(files, dict) or files == now:
         return False
@@ -184,8 +195,8 @@ def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
 
 
 def _changes(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yields the keys with another value than the checkpoint's, both values as users write them. A key that the version
-    which saved it did not have is left out."""
+    """Yields each key that differs from the checkpoint's, with both values as users write them. Keys that the version
+    which wrote the checkpoint did not have are left out."""
     wanted = config.model_dump(mode="json")
     for group, kind in GROUPS.items():
         found = saved.get(group)
@@ -202,7 +213,7 @@ def _as_written(group: str, name: str, saved: Mapping[str, Any]) -> str:
 
 
 def _rate(manifest: Manifest, config: Config) -> Iterator[str]:
-    """Yields a line where the learning rate of the next update is another by this run's keys."""
+    """Yields a line if this run's keys give the next update another learning rate than the checkpoint's."""
     state, saved = manifest["state"], manifest["config"]
     done = torch.tensor(float(state["updates"]), dtype=torch.float64)
     with suppress(ValueError, KeyError, TypeError):  # of a version with other keys
@@ -214,9 +225,9 @@ def _rate(manifest: Manifest, config: Config) -> Iterator[str]:
 
 
 def model_differences(manifest: Manifest, config: Config) -> list[str]:
-    """Returns what of the model differs between a checkpoint and a configuration and is refused, one line each."""
+    """Returns the differences of the model that a resume refuses, one line each."""
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
-    with suppress(ValueError):  # what keys mean that the version which saved it did not have; of a later one, as it is
+    with suppress(ValueError):  # defaults of keys that did not exist then; unchanged if a later version wrote it
         resolved = resolve_model(ModelConfig.model_validate(saved))
         saved = spelt_as(resolved, config.model).model_dump(mode="json")
     fixed = {python_name(key[6:]) for key, rule in BY_KEY.items() if rule.group == "model" and rule.change == "refused"}
@@ -247,5 +258,6 @@ def optimizer_differences(manifest: Manifest, config: Config, parts: Sequence[st
 
 
 def resuming_flags(config: Config) -> list[str]:
-    """What to add to a run's command line to go on from its newest checkpoint: of a repeated key the last one wins."""
+    """Returns the flags that make a run's command line resume from its newest checkpoint: of a repeated key the last
+    one counts."""
     return [] if config.checkpoint.resume == "auto" else ["--checkpoint.resume", "auto"]

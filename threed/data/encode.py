@@ -19,7 +19,8 @@ GROUP_BYTES = 4 << 20
 
 
 def encode(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Tokens, bool]]:
-    """Returns each piece's tokens, with bos if a document begins and end of text if it ends, and whether it ends."""
+    """Yields each piece's tokens, with bos at the beginning and the end of text at the end of a document, and whether
+    the piece ends a document."""
     begins = True
     for group in _groups(pieces):
         encoded = tokenizer.encode_pieces([piece.data for piece in group])

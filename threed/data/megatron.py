@@ -120,7 +120,7 @@ def open_tokens(path: Path) -> Tokens:
 def tokenize_to_megatron(src: Path | str, dst_prefix: Path | str, tokenizer: Tokenizer) -> TokenizeSummary:
     """Writes the text at `src` (.txt, .jsonl or a folder of them) as a pair, one sequence a document.
 
-    Every document ends with the tokenizer's end of text, and begins with its bos token if the tokenizer has it so.
+    Every document begins with the tokenizer's `bos_ids`, if it has any, and ends with its end of text.
     Streams: memory does not grow with the text (some 30 MiB with bytes, 300 with a tokenizer.json), but for 12 bytes a
     document. Nothing appears under the final names before all is written.
     Raises ValueError for unreadable text, or when the pair is there already.

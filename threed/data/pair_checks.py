@@ -1,7 +1,7 @@
-"""Whether the documents of a Megatron pair begin and end as the tokenizer has it.
+"""Checks whether the documents of a Megatron pair begin and end with the tokens that the tokenizer requires.
 
-Use: `count_borders(tokens, index, tokenizer).notice(name, tokenizer)`. The notice is for the user to read; it is empty
-if all documents begin and end as they should.
+Use: `count_borders(tokens, index, tokenizer).notice(name, tokenizer)`. The notice is a report for the user; it is empty
+if all documents do.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ from numpy.typing import NDArray
 from threed.data.megatron import MegatronIndex
 from threed.data.tokenizer import Tokenizer, Tokens
 
-BLOCK = 1 << 20  # documents that are looked at together
+BLOCK = 1 << 20  # documents that are counted at once
 
 
 @dataclass(frozen=True)
 class Borders:
-    """Counts of documents: all that have tokens; those that end with the end of text; those that begin with bos; and of
-    those without an end of text how many end with the most frequent last id, and which that is."""
+    """Counts of the documents of a pair.
+
+    Attributes:
+        documents: documents with tokens.
+        ended: documents that end with the end of text.
+        begun: documents that begin with bos.
+        alike: of the documents without an end of text, those that end with `last_id`.
+        last_id: the most frequent last id of documents without an end of text.
+    """
 
     documents: int
     ended: int
@@ -29,7 +36,7 @@ class Borders:
     last_id: int
 
     def notice(self, name: str, tokenizer: Tokenizer) -> str:
-        """Returns what differs from how the tokenizer begins and ends documents, a line each."""
+        """Returns the differences from the tokenizer's bos and end of text, one line each."""
         lines = []
         if missing := self.documents - self.ended:
             which = f"; {self.alike:,} of them end with id {self.last_id}" if 2 * self.alike > missing else ""
@@ -41,12 +48,12 @@ class Borders:
         if tokenizer.bos_ids and self.begun < self.documents:
             lines.append(
                 f"{name}: {self.documents - self.begun:,} of {self.documents:,} documents do not begin with bos (id"
-                f" {tokenizer.bos_ids[0]}), as the tokenizer begins texts. Write the pair anew, by `threed tokenize`"
+                f" {tokenizer.bos_ids[0]}), which the tokenizer adds to texts. Write it again with `threed tokenize`"
             )
         if not tokenizer.bos_ids and self.begun and tokenizer.bos_token_id != tokenizer.eot:
             lines.append(
                 f"{name}: {self.begun:,} of {self.documents:,} documents begin with bos (id {tokenizer.bos_token_id}),"
-                " and prompts and the text of this run do not. Use --data.bos true"
+                " but prompts of this run do not. Use --data.bos true"
             )
         return "\n".join(lines)
 
@@ -70,6 +77,6 @@ def count_borders(tokens: Tokens, index: MegatronIndex, tokenizer: Tokenizer) ->
 
 
 def _with_tokens(borders: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the first token of each document that has any, and the one after its last."""
+    """Returns the index of the first token of each non-empty document, and the index after its last one."""
     first, end = borders[:-1], borders[1:]
     return first[end > first], end[end > first]

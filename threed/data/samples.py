@@ -50,8 +50,7 @@ class Samples:
         return self._windows
 
     def labels(self, windows: int) -> Tokens:
-        """Returns the labels of the first windows, one after the other. Without `shuffle` these are the first
-        samples."""
+        """Returns the labels of the first `windows` windows [windows * seq]; without `shuffle` of the first samples."""
         return self.tokens[1 : windows * self.seq + 1]
 
     def order(self, index: int) -> int:

@@ -17,12 +17,13 @@ from threed.parse import ParseError, parse_json, plain
 
 PIECE_BYTES = 1 << 20
 BLANK = b" \t\r\n\xef\xbb\xbf"  # white space, and the mark that some editors put at the start of a file
-# Byte-order marks. That of UTF-8 is removed; a file with another one is refused. UTF-32's begins as UTF-16's does.
+# Byte-order marks: that of UTF-8 is removed, files with the others are refused. UTF-32 comes first, since its
+# little-endian mark begins with that of UTF-16.
 UTF8_MARK = b"\xef\xbb\xbf"
 OTHER_MARKS = {
     b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
 }  # fmt: skip
-MOST_NULS = 0.25  # share of NULs in a piece above which it is not UTF-8, but UTF-16 or UTF-32 without a mark
+MOST_NULS = 0.25  # share of NULs in a piece above which it is taken for UTF-16 or UTF-32 without a mark
 TEXT_ENDINGS = (".txt", ".jsonl")
 
 
@@ -116,11 +117,11 @@ def read_pieces(file: TextFile, any_bytes: bool = False) -> Iterator[Piece]:
     Empty documents are skipped, and so is the byte-order mark of UTF-8 at the start.
 
     Args:
-        file: which file.
-        any_bytes: pass what is not UTF-8 in a .txt as it is. A .jsonl must be UTF-8.
+        file: the file to read.
+        any_bytes: whether a .txt may have invalid UTF-8, which is passed on unchanged. A .jsonl must be UTF-8.
 
     Raises:
-        ValueError: naming the file and the byte that is not UTF-8, or the line of a .jsonl that is malformed.
+        ValueError: invalid UTF-8, or a malformed line of a .jsonl; the message has the file and the byte or line.
     """
     if file.name.endswith(".jsonl"):
         return _read_jsonl(file)
@@ -179,7 +180,7 @@ def _read_whole(file: TextFile) -> Iterator[Piece]:
 
 
 def _checked(file: TextFile, pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Returns the pieces; ValueError for the first byte that is not UTF-8."""
+    """Yields the pieces. Raises ValueError at the first byte that is not UTF-8."""
     with file.open() as stream:
         offset = len(UTF8_MARK) if stream.read(len(UTF8_MARK)) == UTF8_MARK else 0
     for piece in pieces:
@@ -189,7 +190,7 @@ def _checked(file: TextFile, pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def check_utf8(data: bytes, place: str, offset: int) -> None:
-    """Raises ValueError, with the fix, if these bytes at an offset of the file `place` are not text in UTF-8."""
+    """Raises ValueError, with the fix, if `data`, at `offset` in the file `place`, is not UTF-8 text."""
     mark = next((name for mark, name in OTHER_MARKS.items() if offset == 0 and data.startswith(mark)), None)
     if mark is not None:
         raise ValueError(f"{place} begins with the byte-order mark of {mark}, at byte 0: {_fix(mark)}")

@@ -1,4 +1,4 @@
-"""The special tokens of a tokenizer, as its own configuration names them: which ends a document, and which begins one.
+"""Special tokens by a tokenizer's configuration: the token that ends a document, and the one that begins it.
 
 Use: `named = read_specials(files)`; `named.complete(document)`; `end_of_document(named, ids, specials)`;
 `beginning(named, document, ids)`; `hide(document, specials)`. A `document` is the object in a tokenizer.json, and `ids`
@@ -16,9 +16,9 @@ from typing import Any
 from threed.data.tokenizer_files import ADDED, CONFIG, SPECIALS_MAP, TokenizerFiles
 
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-# What published tokenizers call the token that ends a document, most specific first.
+# Names of the token that ends a document in published tokenizers, most specific first.
 DOCUMENT_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
-# What they call the token that ends a turn of a conversation, which chat models have as their eos_token.
+# Names of the token that ends a turn of a conversation, which is the eos_token of chat models.
 TURN_ENDS = frozenset({
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<turn|>",
     "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<|user|>", "<|assistant|>", "<|observation|>",
@@ -27,12 +27,12 @@ TURN_ENDS = frozenset({
 
 @dataclass(frozen=True)
 class NamedSpecials:
-    """What the configuration files say of a tokenizer's special tokens.
+    """The special tokens in a tokenizer's configuration files.
 
     Attributes:
         roles: the token of each role that is named, such as eos_token.
-        added: further tokens as entries of a tokenizer.json's added_tokens, those without a known id have id None.
-        add_bos: whether texts begin with the bos token; None if the files do not say it.
+        added: further tokens, as entries of a tokenizer.json's added_tokens; the id is None if it is not known.
+        add_bos: whether texts begin with the bos token; None if it is not specified.
         model_ends: the ids that end a generation, by config.json and generation_config.json.
         model_bos: the bos id by config.json.
     """
@@ -44,7 +44,7 @@ class NamedSpecials:
     model_bos: int | None
 
     def complete(self, document: dict[str, Any]) -> bool:
-        """Adds to a tokenizer.json what it lacks of the tokens that are named; returns whether anything changed."""
+        """Adds the tokens that a tokenizer.json lacks, and marks special ones as such; returns whether it changed."""
         entries = {entry["content"]: entry for entry in document.get("added_tokens") or []}
         vocabulary = model_vocabulary(document)
         changed = False
@@ -62,8 +62,8 @@ class NamedSpecials:
 
 
 def read_specials(files: TokenizerFiles) -> NamedSpecials:
-    """Reads tokenizer_config.json, special_tokens_map.json and added_tokens.json, and of the model in the same folder
-    config.json and generation_config.json. Raises ValueError naming the file that is malformed."""
+    """Reads tokenizer_config.json, special_tokens_map.json and added_tokens.json, and config.json and
+    generation_config.json of the model in the same folder. Raises ValueError naming a malformed file."""
     config, mapped = files.read(CONFIG), files.read(SPECIALS_MAP)
     both = {**mapped, **{key: value for key, value in config.items() if value is not None}}
     roles = {role: name for role in ROLES if (name := _content(both.get(role)))}
@@ -95,7 +95,7 @@ def _added(
 
 
 def _entry(value: object, number: int | None) -> dict[str, Any]:
-    """Returns an entry of added_tokens: by default special, and matched as it is spelt."""
+    """Returns an entry of added_tokens: by default special, and matched exactly."""
     given = value if isinstance(value, Mapping) else {}
     flags = {name: bool(given.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
     return {"id": number, "content": _content(value), **flags, "special": bool(given.get("special", True))}
@@ -107,7 +107,7 @@ def _content(value: object) -> str:
 
 
 def _numbers(value: object) -> list[int]:
-    """Returns the ids in a value: one, or a list of them."""
+    """Returns the ids in a value, which is an id or a list of ids."""
     some = value if isinstance(value, list) else [value]
     return [n for n in some if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
 
@@ -128,9 +128,10 @@ def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: froz
     4. The first of `DOCUMENT_ENDS` among the special tokens.
     5. The model's first eos id that does not end a turn.
     6. The tokenizer's eos_token.
-    A token that is not special never ends a document.
+    Only special tokens are considered.
 
-    Raises ValueError if there is none.
+    Raises:
+        ValueError: no rule gives a token, or the eos_token is not in the vocabulary.
     """
     named_end = named.roles.get("eos_token", "")
     if named_end and named_end not in ids:
@@ -150,8 +151,8 @@ def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: froz
 
 
 def beginning(named: NamedSpecials, document: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the ids that the tokenizer itself puts before a text: as add_bos_token says, else as its post-processor
-    does."""
+    """Returns the ids that the tokenizer itself adds before a text: by add_bos_token, or without it by the
+    post-processor."""
     if named.add_bos is None:
         return _prefix(document.get("post_processor"))
     bos = bos_id(named, ids)
@@ -180,10 +181,10 @@ def _prefix(processor: Any) -> tuple[int, ...]:
 
 
 def hide(document: dict[str, Any]) -> bool:
-    """Renames the special tokens of a tokenizer.json that its model could find in text; returns whether there are any.
+    """Renames special tokens in the vocabulary of a tokenizer.json's model; returns whether there are any.
 
-    Unigram and WordLevel models find tokens in text by their spelling, whether these are special or not. The new names
-    are random, so no text has them. The unknown token keeps its name, by which the model refers to it.
+    Unigram and WordLevel models find the tokens of their vocabulary in text by spelling, special or not. The new names
+    are random, so that no text contains them. The unknown token is not renamed, since the model refers to it by name.
     """
     model = document["model"]
     vocabulary, unknown = model_vocabulary(document), model.get("unk_token")
@@ -206,6 +207,6 @@ def hide(document: dict[str, Any]) -> bool:
 
 
 def _touches(merge: str | list[str], hidden: Mapping[str, str]) -> bool:
-    """Returns whether a rule of a BPE model makes or takes one of these tokens."""
+    """Returns whether a merge of a BPE model has one of these tokens as its input or result."""
     one, other = merge.split(" ", 1) if isinstance(merge, str) else merge
     return one in hidden or other in hidden or one + other in hidden

@@ -49,11 +49,11 @@ class Tokenizer(Protocol):
 
     @property
     def bos_ids(self) -> tuple[int, ...]:
-        """The ids that begin a document; empty if none do."""
+        """The ids that begin a document; empty if documents begin without bos."""
 
     @property
     def bos_token_id(self) -> int | None:
-        """The id of the bos token that the tokenizer names, whether documents begin with it or not."""
+        """The id of the tokenizer's bos token, also if documents do not begin with it; None if it has none."""
 
     @property
     def takes_any_bytes(self) -> bool:
@@ -84,7 +84,7 @@ class Tokenizer(Protocol):
 
         Args:
             folder: where to write them.
-            model_type: that of the config.json in `folder`.
+            model_type: `model_type` in the config.json in `folder`.
         """
 
 
@@ -92,12 +92,13 @@ def load_tokenizer(spec: str, bos: Bos = "auto", special_tokens: Spelt = "text")
     """Returns the tokenizer named by `spec`: "bytes", a folder, or the path of a Hugging Face tokenizer.json.
 
     Args:
-        spec: which tokenizer.
-        bos: whether documents begin with the bos token; "auto": if the tokenizer itself puts it before texts.
-        special_tokens: what text becomes that spells a special token: "text" as any other, or "parse" that token.
+        spec: the name, folder or file.
+        bos: whether documents begin with the bos token; "auto": if the tokenizer itself adds it to texts.
+        special_tokens: "text" encodes the spelling of a special token as ordinary text, "parse" as the token.
 
     Raises:
-        ValueError: with the fix, if there is no such file, it is no tokenizer, or bos is True without a bos token.
+        ValueError: the file does not exist or is not a tokenizer, or bos is True and there is no bos token; the message
+            has the fix.
     """
     if spec == "bytes":
         if bos is True:
@@ -153,10 +154,10 @@ class ByteTokenizer:
 
 
 class TokenizerJson:
-    """A Hugging Face tokenizer, run by the `tokenizers` library. `special_tokens` chooses its special tokens.
+    """A Hugging Face tokenizer, run by the `tokenizers` library. Its special tokens: see `data.special_tokens`.
 
     Args:
-        files: those of the tokenizer.
+        files: the tokenizer's files.
         bos: as in `load_tokenizer`.
         special_tokens: as in `load_tokenizer`.
     """
@@ -217,10 +218,8 @@ class TokenizerJson:
         return sum(len(self.decode(block).encode()) for block in blocks)
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
-        """Copies the tokenizer's files.
-
-        Adds a tokenizer_config.json if `transformers` would otherwise choose the class of another model.
-        """
+        """Copies the tokenizer's files. Adds a tokenizer_config.json if `transformers` would otherwise use the
+        tokenizer class of another model."""
         folder.mkdir(parents=True, exist_ok=True)
         self._files.save_hf(folder)
         own_type = self._files.read_beside("config.json").get("model_type")
@@ -256,15 +255,15 @@ def _load_backend(text: bytes, name: str) -> Any:
 
 
 def _ids(backend: Any, document: dict[str, Any], name: str) -> dict[str, int]:
-    """Returns the id of every token; ValueError if the configuration gives an added token another id."""
+    """Returns the id of every token. Raises ValueError if the configuration has another id for an added token."""
     ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     if not ids:
         raise ValueError(f"{name}: the vocabulary is empty")
     for entry in document["added_tokens"]:
         if (found := ids.get(entry["content"])) != entry["id"]:
             raise ValueError(
-                f"{name}: token {plain(entry['content'])} has id {found}, and its configuration says"
-                f" {entry['id']}. Correct {CONFIG} or added_tokens.json"
+                f"{name}: token {plain(entry['content'])} has id {found}, but"
+                f" {entry['id']} in its configuration. Correct {CONFIG} or added_tokens.json"
             )
     return ids
 
@@ -283,7 +282,7 @@ def _clean(text: str) -> str:
 
 
 def _write_configs(folder: Path, eot: str) -> None:
-    """Writes the small files that tell `transformers` how to use a tokenizer.json, unless they are there."""
+    """Writes the configuration files that `transformers` needs for a tokenizer.json, unless they exist."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eot, "clean_up_tokenization_spaces": False}
     for name, content in ((CONFIG, config), (SPECIALS_MAP, {"eos_token": eot})):
         if not (folder / name).exists():

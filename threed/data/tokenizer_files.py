@@ -1,9 +1,9 @@
-"""The files of a tokenizer: which files of a folder belong to it, their hashes, and copies of them.
+"""The files of a tokenizer in a folder: finding, hashing and copying them.
 
 Use: `files = find_files("path/to/folder")` (or the path of a tokenizer.json); `files.hashes()`; `files.save_hf(out)`.
 
-The names below are those that `transformers` reads and writes. All of them are plain data. Code (`*.py`) and pickles
-are neither read nor copied.
+`PATTERNS` are the files that `transformers` reads and writes, all of them plain data. Code (`*.py`) and pickles are
+neither read nor copied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from threed.parse import read_json
 JSON = "tokenizer.json"
 CONFIG, SPECIALS_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-# The sets of files that hold a vocabulary, in the order of preference. Each set is complete in itself.
+# Sets of files with a full vocabulary, in order of preference.
 VOCABULARIES = ((JSON,), *((name,) for name in SENTENCEPIECE), ("vocab.json", "merges.txt"), ("vocab.txt",))
 VOCABULARY_NAMES = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt"
 PATTERNS = (
@@ -27,20 +27,20 @@ PATTERNS = (
     "*.spm", "*.tiktoken", "tekken.json", "encoder.json", "vocab.bpe", "chat_template.jinja", "chat_template.json",
     "chat_templates/*.jinja", "additional_chat_templates/*.jinja", "*preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-# The names whose hashes checkpoints had before they had all.
+# The files whose hashes are in checkpoints of earlier versions.
 FIRST_NAMES = frozenset({JSON, CONFIG, SPECIALS_MAP})
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of a tokenizer in the folder `place`, by the names that copies of them get."""
+    """The files of a tokenizer in the folder `place`, by the names under which they are copied."""
 
     place: Path
     files: Mapping[str, Path]
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """The names of the files that hold the vocabulary; empty if there are none."""
+        """The names of the files with the vocabulary; empty without a vocabulary."""
         return next((names for names in VOCABULARIES if all(name in self.files for name in names)), ())
 
     @property
@@ -49,11 +49,11 @@ class TokenizerFiles:
         return str(self.files.get(JSON, self.place).absolute())
 
     def read(self, name: str) -> dict[str, Any]:
-        """Returns the object in a JSON file; empty if there is no such file. ValueError if it is not an object."""
+        """Returns the object in a JSON file; empty without the file. Raises ValueError if it is not an object."""
         return read_json(self.files[name]) if name in self.files else {}
 
     def read_beside(self, name: str) -> dict[str, Any]:
-        """Returns the object in a JSON file of the model in the same folder; empty if there is none."""
+        """Returns the object in a JSON file of the model in the same folder; empty without the file."""
         path = self.place / name
         return read_json(path) if path.is_file() else {}
 
@@ -62,7 +62,7 @@ class TokenizerFiles:
         return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in self.files.items()}
 
     def only(self, names: Collection[str]) -> TokenizerFiles:
-        """Returns the files of these names."""
+        """Returns the files with these names."""
         return TokenizerFiles(self.place, {name: path for name, path in self.files.items() if name in names})
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
@@ -81,9 +81,12 @@ def folder_files(folder: Path) -> TokenizerFiles:
 
 
 def find_files(spec: str) -> TokenizerFiles:
-    """Returns the files that `spec` names: a folder, or the path of a tokenizer.json, whose folder has the others.
+    """Returns the tokenizer files that `spec` names: a folder, or the path of a tokenizer.json.
 
-    Raises ValueError, with the fix, if there is no vocabulary.
+    With the path of a tokenizer.json the other files in its folder are included.
+
+    Raises:
+        ValueError: there is no vocabulary; the message has the fix.
     """
     path = Path(spec).expanduser()
     if path.is_dir():
@@ -91,14 +94,14 @@ def find_files(spec: str) -> TokenizerFiles:
         if not found.vocabulary:
             names = f" (found {', '.join(found.files)})" if found.files else ""
             raise ValueError(
-                f"tokenizer {spec!r}: the folder has no vocabulary that is read{names}. Give --data.tokenizer a folder"
-                f" with {VOCABULARY_NAMES}; or bytes"
+                f"tokenizer {spec!r}: the folder has no vocabulary{names}. Use --data.tokenizer bytes, or a folder with"
+                f" {VOCABULARY_NAMES}"
             )
         return found
     if not path.is_file():
         raise ValueError(
-            f"tokenizer {spec!r} is no file. Use --data.tokenizer bytes, the path of a tokenizer.json, or of the folder"
-            " of a tokenizer"
+            f"tokenizer {spec!r} does not exist. Use --data.tokenizer bytes, the folder of a tokenizer, or the path of"
+            " a tokenizer.json"
         )
     found = folder_files(path.parent)
     if path.name in found.files and path.name != JSON:

@@ -1,9 +1,9 @@
-"""Tokenizers without a tokenizer.json: made into one by `transformers`, and compared with the files they come from.
+"""Converts tokenizers without a tokenizer.json by `transformers`, and compares the result with their files.
 
 Use: `text = import_tokenizer(files)`, the text of a tokenizer.json.
 
-`transformers` builds a tokenizer of some kind from nearly any folder, even an empty one. So the vocabulary that comes
-out is compared with the one in the files.
+`transformers` builds a tokenizer from nearly any folder, even an empty one. So the vocabulary of the result is compared
+with the one in the files.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 from threed.data.tokenizer_files import SENTENCEPIECE, TokenizerFiles
 from threed.parse import plain, read_file
 
-# Share of a vocabulary whose ids must be those in the file; a configuration may rename some placeholders.
+# Share of a vocabulary that must have the ids in the file; a configuration may rename some placeholders.
 SAME_IDS = 0.9
 
 
 def import_tokenizer(files: TokenizerFiles) -> str:
-    """Returns the tokenizer.json that `transformers` makes of a folder. Runs no code of the folder.
+    """Returns the text of a tokenizer.json that `transformers` makes of a folder, without running code of the folder.
 
     Raises:
-        ValueError: with the fix, if a package is missing, or the folder does not say what its tokenizer is.
+        ValueError: a package is missing, the files cannot be read, or the vocabulary differs; the message has the fix.
     """
     names = " and ".join(files.vocabulary)
     fix = "or give --data.tokenizer a folder with a tokenizer.json"
@@ -38,14 +38,14 @@ def import_tokenizer(files: TokenizerFiles) -> str:
     try:
         backend = _load(files)
         same = _share_of_same_ids(_entries(files), backend.get_vocab(True))
-    except Exception as error:  # transformers and what it calls raise anything
+    except Exception as error:  # transformers and its dependencies raise errors of any type
         raise ValueError(
             f"tokenizer {files.place}: transformers cannot read {names} there: {plain(error)}. Correct it, {fix}"
         ) from error
     if same < SAME_IDS:
         raise ValueError(
-            f"tokenizer {files.place}: transformers makes another vocabulary of it than {names} has ({same:.0%} of the"
-            f" ids are the same). Name its tokenizer_class in tokenizer_config.json, {fix}"
+            f"tokenizer {files.place}: transformers makes another vocabulary of it than that in {names} ({same:.0%} of"
+            f" the ids are the same). Name its tokenizer_class in tokenizer_config.json, {fix}"
         )
     text: str = backend.to_str()
     return text
@@ -68,7 +68,7 @@ def _load(files: TokenizerFiles) -> Any:
 
 
 def _entries(files: TokenizerFiles) -> Mapping[str, int]:
-    """Returns the vocabulary in the files themselves."""
+    """Returns the vocabulary in the files."""
     name = files.vocabulary[0]
     path = files.files[name]
     if name in SENTENCEPIECE:

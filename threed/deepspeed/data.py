@@ -15,8 +15,8 @@ from threed.topology import Topology
 
 
 class EpochSampler(DistributedSampler[Any]):
-    """A DistributedSampler that shuffles anew in each epoch: after a complete pass, the next one is that of the next
-    epoch. `set_epoch` chooses another."""
+    """A DistributedSampler whose epoch is incremented after each complete pass, so that all passes are shuffled
+    differently."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from super().__iter__()
@@ -30,11 +30,11 @@ def deepspeed_io(
     drop_last: bool,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> DataLoader[Any]:
-    """Returns a loader of this rank's share of a dataset, shuffled by `EpochSampler` if it has a length.
+    """Returns a loader of this rank's share of a dataset, shuffled by `EpochSampler` if the dataset has indices.
 
     Raises:
-        ConfigError: an IterableDataset (or anything without indices) with several data ranks, which would all read all
-            of it.
+        ConfigError: the dataset is an IterableDataset, or has no indices, and there are several data ranks, each of
+            which would read all of it.
     """
     axis = topology.axis("dp")
     streams = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")

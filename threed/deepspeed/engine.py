@@ -34,8 +34,8 @@ LATEST = "latest"  # the file with the newest checkpoint's tag
 class DeepSpeedEngine:
     """A `threed.Engine` with DeepSpeed's interface; other attributes are looked up in the module.
 
-    passed: the optimizer that `initialize` has read. engine: the wrapped engine. metrics: of the last step.
-    micro_steps: calls of `step` so far, without those of steps that were given up. notes: the messages of `initialize`.
+    passed: the optimizer that was passed to `initialize`. engine: the wrapped engine. metrics: of the last step.
+    micro_steps: calls of `step` so far, except in discarded steps. notes: the messages of `initialize`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class DeepSpeedEngine:
         except AttributeError:
             kind = type(self.module).__name__
         if name in INSTEAD:
-            raise AttributeError(f"threed's engine does not offer {name}: use {INSTEAD[name]}")
+            raise AttributeError(f"threed's engine has no {name}: {INSTEAD[name]}")
         raise AttributeError(f"neither threed's engine nor its module ({kind}) has an attribute {name!r}")
 
     # ------------------------------------------------------------------------------------------------------- training
@@ -93,8 +93,8 @@ class DeepSpeedEngine:
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Runs the backward of one micro-batch's mean loss, as its share of the mean over micro-batches and ranks.
 
-        If it raises, the step is given up: gradients of its earlier micro-batches are discarded too, and the next
-        micro-batch is the first of a new step.
+        If it raises, the step is discarded with the gradients of its earlier micro-batches; the next micro-batch is the
+        first of a new step.
 
         scale_wrt_gas: whether to divide by the accumulation steps. Returns the loss. RuntimeError when `step` was
         not called after the last one.
@@ -118,10 +118,10 @@ class DeepSpeedEngine:
         return loss
 
     def _give_up_step(self, error: BaseException) -> None:
-        """Discards the step that is under way, and notes on the error that micro-batches before it are lost."""
+        """Discards the current step, and adds a note to the error if earlier micro-batches are lost."""
         if done := self.micro_steps % self.translation.accumulation:
             error.add_note(
-                f"threed: the step is given up, with its {done} earlier micro-batches of"
+                f"threed: the step is discarded, with its {done} earlier micro-batches of"
                 f" {self.translation.accumulation}; the next micro-batch is the first of a new step"
             )
         self.engine.reducer.give_up()
@@ -132,8 +132,9 @@ class DeepSpeedEngine:
     def step(self) -> None:
         """Ends a micro-batch; at the accumulation boundary, does one optimizer step. Collective there.
 
-        Raises RuntimeError if there is no gradient: neither a backward of this engine, nor one of another engine whose
-        loss depends on this module.
+        Raises:
+            RuntimeError: there is no gradient, neither from a backward of this engine nor from one of another engine
+                whose loss depends on this module.
         """
         if not self._pending and not left(self.engine.layout.slots):
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
@@ -159,7 +160,7 @@ class DeepSpeedEngine:
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Does a whole optimizer step from an iterator over micro-batches, by default of training_data without end.
 
-        If it raises, the step is given up, as in `backward`.
+        If it raises, the step is discarded, as in `backward`.
 
         A micro-batch: a dict of keyword arguments, a sequence of positional ones, or a tensor; the module returns the
         loss, or something with one (`threed.models.wrapped.loss_of`). Returns the mean loss over micro-batches
@@ -180,8 +181,8 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
-        """Returns the mean loss over the micro-batches of a step and over ranks, without training; NaN if there are ids
-        beyond the vocabulary. Collective."""
+        """Returns the mean loss over the micro-batches of a step and over ranks, without training; NaN if a batch has
+        ids beyond the vocabulary. Collective."""
         n, wrapped = self.translation.accumulation, self.engine.wrapped
         assert wrapped is not None
         self.engine.reducer.recover()

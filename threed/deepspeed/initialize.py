@@ -54,7 +54,7 @@ def initialize(
     groups = find_groups(model, given, _hyper_parameters(ds))
     facts = find_facts(model)
     topology = topology or Topology()
-    collectives.exchange(None, topology.axis("world"))  # none raises while others connect
+    collectives.exchange(None, topology.axis("world"))  # so that no rank raises while others connect
     translation = translate(ds, topology.dp, facts, groups)
     loader = None
     if training_data is not None:
@@ -79,7 +79,7 @@ def find_facts(model: nn.Module) -> ModelFacts:
 
 
 def _hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns optimizer.params of a ds_config, empty if that is not an object of keys (which `translate` refuses)."""
+    """Returns optimizer.params of a ds_config; empty if it is not an object, which `translate` refuses later."""
     section = ds.get("optimizer")
     params = section.get("params") if isinstance(section, Mapping) else None
     return params if isinstance(params, Mapping) else {}

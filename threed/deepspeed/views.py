@@ -14,8 +14,8 @@ from threed.zero.layout import GroupOptions
 def _refuse(name: str) -> Callable[..., NoReturn]:
     def method(self: Any, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
-            f"optimizer.param_groups is read-only ({name}): it shows values of the engine; write learning rates into"
-            ' the config\'s "scheduler", and rates and decays of groups into model_parameters'
+            f"optimizer.param_groups is read-only ({name}): it shows values of the engine; set learning rates with"
+            ' the config\'s "scheduler", and rates and decays of groups with model_parameters'
         )
 
     return method

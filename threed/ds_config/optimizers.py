@@ -37,12 +37,12 @@ class Group:
 
 
 def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
-    """Returns a torch AdamW, Adam or SGD as a ds_config's "optimizer", and a note that names what was read.
+    """Returns a torch AdamW, Adam or SGD as a ds_config's "optimizer", and a note with its values.
 
-    Its learning rate is that of the first group that is trained.
+    The learning rate is that of the first group with a rate other than 0.
 
     Raises:
-        ConfigError: another class; an optimizer that has made steps, or that a scheduler drives; groups that differ in
+        ConfigError: the optimizer is of another class, has made steps, has a scheduler, or has groups that differ in
             more than lr and decay.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) not in READ:
@@ -68,13 +68,15 @@ def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
 
 
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether a scheduler of torch's (or one derived from it, as Hugging Face's) was made for an optimizer."""
+    """Returns whether a scheduler of torch, or of a subclass such as Hugging Face's, was made for an optimizer."""
     return "step" in vars(optimizer) or any("initial_lr" in group for group in optimizer.param_groups)
 
 
 class PassedOptimizer:
-    """Watches an optimizer that was passed to `initialize`, whose values were read there: later changes of its groups,
-    and calls of its `step`, have no effect and raise RuntimeError."""
+    """An optimizer that was passed to `initialize`, which has read its values.
+
+    Later changes of its groups would have no effect: `check` raises RuntimeError for them, and so does its `step`.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -82,7 +84,7 @@ class PassedOptimizer:
         optimizer.register_step_pre_hook(_refuse_step)
 
     def check(self) -> None:
-        """Raises RuntimeError if a group has other values than those that were read, or a scheduler was made for it."""
+        """Raises RuntimeError if the values of a group have changed, or a scheduler was made for the optimizer."""
         now = self._values()
         for number, (group, read) in enumerate(zip(now, self._read, strict=False)):
             if changed := [key for key in read if group.get(key) != read[key]]:
@@ -109,14 +111,17 @@ def _refuse_step(*_: Any) -> None:
 def find_groups(
     model: nn.Module, given: Iterable[Any] | None, params: Mapping[str, Any] | None = None
 ) -> tuple[Group, ...]:
-    """Returns parameter groups, by name, from parameters or from dicts with 'params'; none if no group has an lr or
-    weight_decay.
+    """Returns parameter groups by name, or no groups if none has an lr or weight_decay.
 
-    params: the optimizer's hyper-parameters, as in a ds_config; others in a group must be equal to them.
+    Args:
+        model: the module whose parameters are grouped.
+        given: parameters, or dicts with 'params'.
+        params: the optimizer's hyper-parameters, as in a ds_config. Those of a group, other than lr and weight_decay,
+            must equal them.
 
     Raises:
-        ConfigError: they are not exactly the model's parameters that require gradients, each once; or a group has other
-            hyper-parameters than the optimizer.
+        ConfigError: the groups do not have exactly the model's parameters that require gradients, each once; or a group
+            has other hyper-parameters than the optimizer.
     """
     if given is None:
         return ()
@@ -140,7 +145,7 @@ def find_groups(
     if unknown:
         problems.append(f"model_parameters: {unknown} of them are not the model's")
     if missing := sorted(wanted - set(counts)):
-        problems.append(f"model_parameters: without {few(missing)}: set requires_grad_(False) on what is not trained")
+        problems.append(f"model_parameters: without {few(missing)}: set requires_grad_(False) on them, or add them")
     if twice := sorted(name for name, count in counts.items() if count > 1):
         problems.append(f"model_parameters: {few(twice)} in more than one group, or twice in one")
     if problems:
@@ -149,7 +154,8 @@ def find_groups(
 
 
 def _other_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what a group asks for that cannot differ between groups, and is not the optimizer's value."""
+    """Yields a problem for each hyper-parameter of a group, other than lr and weight_decay, that is not the
+    optimizer's."""
     if "initial_lr" in group:
         yield f"initial_lr, so a learning rate scheduler drives it: {NO_SCHEDULERS}"
     for key in HYPER.intersection(group):

@@ -225,7 +225,7 @@ def _shard_size(zero: Section, world: int) -> int | None:
 
 
 def _optimizer(top: Section, group_decay: bool) -> dict[str, Any]:
-    """group_decay: whether a parameter group has a decay of its own."""
+    """Returns the keys of `optim` for an "optimizer" section. group_decay: whether a parameter group has a decay."""
     section = top.section("optimizer")
     optim: dict[str, Any] = {"lr": 1e-3, "warmup": 0, "schedule": "constant", "weight_decay": 0.0}
     if not section.values:
@@ -262,8 +262,8 @@ def _no_betas(value: Any) -> str:
 def _groups(
     scheduler: Section, groups: Sequence[Group], rate: LearningRate | None, lr: float, decay: float
 ) -> tuple[dict[str, Any], ...]:
-    """The groups of `optim`, if any has another rate or decay than the optimizer. The last one matches all: threed
-    spares norms and biases from decay, DeepSpeed nothing."""
+    """Returns the groups of `optim`, if one has another rate or decay than the optimizer. The last group matches all
+    parameters: DeepSpeed, unlike threed, applies decay to norms and biases too."""
     rates = {lr if group.lr is None else group.lr for group in groups}
     decays = {decay if group.weight_decay is None else group.weight_decay for group in groups}
     if rate is not None and not rate.relative and rates - {lr}:

@@ -101,10 +101,10 @@ def shares(shared: Set[Any], *modules: nn.Module) -> bool:
 
 
 def held(module: nn.Module, name: str) -> Tensor | None:
-    """Returns a parameter of a module's, which need not be gathered: its values must not be read."""
+    """Returns a parameter of a module, which may be sharded: its values must not be read."""
     return module._parameters.get(name)
 
 
 def goes_to_sink(param: Tensor | None) -> bool:
-    """Returns whether a parameter has no gradient, or a sink takes it and no hook of another's."""
+    """Returns whether a parameter has no gradient, or its gradient goes to a sink and to no hook of the user."""
     return param is None or not param.requires_grad or sink_of(param) is not None

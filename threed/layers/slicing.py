@@ -139,8 +139,8 @@ class MicroBatch:
 class Flag:
     """An error in the data, detected on the device. The step is skipped, and reading its metrics raises DataError.
 
-    A layer keeps its flags in a tuple `data_flags`. error: if false, the step is skipped and a warning takes the place
-    of the exception.
+    A layer keeps its flags in a tuple `data_flags`. what: a description for the message. error: if false, a warning is
+    given instead of the exception.
     """
 
     def __init__(self, what: str, error: bool = True) -> None:
@@ -161,7 +161,7 @@ class Flag:
         return torch.zeros((), dtype=torch.float64, device=device) if found is None else found.double()
 
     def swap(self, found: Tensor | None) -> Tensor | None:
-        """Sets what was recorded since the last `take`, a bool scalar or None; returns the previous record."""
+        """Replaces the record since the last `take` (a bool scalar, or None), and returns the old one."""
         found, self._found = self._found, found
         return found
 
@@ -195,8 +195,8 @@ class GradSink(Protocol):
 def sink_of(weight: Tensor) -> GradSink | None:
     """Returns the sink that takes a parameter's gradient.
 
-    None if it has no sink, or if a user's hook must see the gradient first: then it goes through autograd, whose last
-    hook moves it to the sink.
+    Returns None without a sink, and for a parameter with gradient hooks of the user: its gradient goes through
+    autograd, and the sink's hook, which runs last, moves it to the sink.
     """
     return None if has_gradient_hooks(weight) else getattr(weight, "sink", None)
 

@@ -52,7 +52,7 @@ class SwapError(OSError):
 
 
 def _make_folder(folder: str) -> None:
-    """Makes a folder that is missing, and warns: it may be the mount point of a drive that is not mounted."""
+    """Creates a missing folder, with a warning: it may be the mount point of a drive that is not mounted."""
     if os.path.lexists(folder):
         return
     os.makedirs(folder, exist_ok=True)
@@ -60,8 +60,8 @@ def _make_folder(folder: str) -> None:
     while not os.path.ismount(mount):
         mount = os.path.dirname(mount)
     warnings.warn(
-        f"the folder for swap files {folder} did not exist and was made, on the file system mounted at {mount}: if a"
-        " drive should be there, end the run and mount it",
+        f"the folder for swap files {folder} did not exist and was created on the file system mounted at {mount}: if it"
+        " should be on another drive, end the run and mount the drive",
         stacklevel=4,
     )
 

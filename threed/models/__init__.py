@@ -33,8 +33,13 @@ class Model(Protocol):
 
 
 def as_model(model: Model | nn.Module, topology: Topology) -> Model:
-    """The model that is given, wrapped if it is any other module. TypeError for what is none, ConfigError for a module
-    that would have to be cut, ValueError on every rank for one that any rank cannot wrap. Collective."""
+    """Returns a `Model`, or an `nn.Module` as a `Wrapped` model. Collective.
+
+    Raises:
+        TypeError: `model` is neither.
+        ConfigError: a module with pp or tp above 1.
+        ValueError: on every rank, if some rank cannot wrap its module.
+    """
     if isinstance(getattr(model, "slicing", None), Slicing):  # of threed.layers, or wrapped already
         return cast(Model, model)
     if not isinstance(model, nn.Module):

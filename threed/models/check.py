@@ -69,13 +69,11 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, tensor: Axis, world: Ax
         for path, param in layer.named_parameters(remove_duplicate=False):
             spec = getattr(param, "spec", None)
             if is_managed(param):
-                problems.append(
-                    f"{name}: parameter {path} belongs to another engine: build the layer anew for this one"
-                )
+                problems.append(f"{name}: parameter {path} belongs to another engine: build a new layer for this one")
             elif param._backward_hooks or param._post_accumulate_grad_hooks:
                 problems.append(
-                    f"{name}: parameter {path} has a gradient hook, which would be lost, for the engine replaces"
-                    " parameters on the meta device: register hooks after the engine is made"
+                    f"{name}: parameter {path} has a gradient hook, which would be lost, since the engine"
+                    " replaces parameters on the meta device: register hooks after the engine is made"
                 )
             if spec is None:
                 problems.append(

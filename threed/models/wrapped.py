@@ -50,7 +50,7 @@ def loss_of(output: Any) -> Tensor:
 
 @contextmanager
 def noting_dtypes(inputs: Inputs) -> Iterator[None]:
-    """Adds a note about the batch's dtypes to an error about dtypes."""
+    """Adds a note with the dtypes of a batch to an error about dtypes."""
     try:
         yield
     except RuntimeError as error:
@@ -243,7 +243,7 @@ def _check_one_dtype(params: Mapping[str, nn.Parameter]) -> None:
 
 
 def find_problems(module: nn.Module, data_ranks: int) -> list[str]:
-    """What of a module is not right on so many data ranks, with what to do."""
+    """Returns the problems of a module with `data_ranks` data ranks, each with its fix."""
     kinds, problems = (nn.Embedding, nn.EmbeddingBag), []
     renorm = [name for name, m in module.named_modules() if isinstance(m, kinds) and m.max_norm is not None]
     if renorm and data_ranks > 1:
@@ -260,7 +260,7 @@ def stays_wide(owner: nn.Module, key: str) -> bool:
 
 
 def refuse_loading(module: nn.Module, *_: Any) -> None:
-    """A wrapped module's own `load_state_dict` would miss slices and masters; a copy of the module may use its."""
+    """Raises RuntimeError if an engine has the module's values: `load_state_dict` would not set slices and masters."""
     if any(map(is_managed, module.parameters())):
         raise RuntimeError("the engine has this module's weights: use Engine.load_full_state_dict, or Engine.load")
 

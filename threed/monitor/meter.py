@@ -103,7 +103,7 @@ class Throughput:
 
 
 class Traffic:
-    """Adds up the bytes that this rank sends in steps and gives their mean per step, then starts anew."""
+    """Accumulates the bytes that this rank sends in steps; `take` returns the mean per step and resets."""
 
     def __init__(self) -> None:
         self._sent: Counter[str] = Counter()

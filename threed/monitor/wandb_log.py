@@ -12,8 +12,8 @@ environment variable WANDB_MODE says, else online if wandb's own lookup finds an
   message; from then on this object does nothing. metrics.jsonl stays the record.
 - `step` is logged as a metric of its own and made the x axis: wandb drops rows whose own step counter goes backwards,
   which is what happens when a resumed run repeats steps (wandb/wandb issue 4482).
-- A run's name ends in its id, so that runs of one preset differ; they share a group. A resumed run keeps its id and
-  its name.
+- A run's name ends in its id, so runs of one preset have different names, and share a group. A resumed run keeps its id
+  and name.
 - No secret is sent: the environment is never read into the config, and config values under names such as `api_key`,
   `token`, `secret` or `password` are replaced.
 

@@ -102,7 +102,7 @@ def vocab_parallel_cross_entropy(
 # id of the shard's first column. Targets outside of the vocabulary cost nothing.
 
 ROW_IN_SHARED_MEMORY = 112 << 10  # bytes: two such blocks fit a multiprocessor (227 KiB on sm_90)
-OF_WARPS = 128  # bytes of shared memory that the kernel for whole rows has besides the row
+OF_WARPS = 128  # bytes of shared memory that the kernel of `whole` uses in addition to the row
 
 
 def fits(logits: Tensor) -> bool:
@@ -111,7 +111,7 @@ def fits(logits: Tensor) -> bool:
 
 
 def row_fits(columns: int, logits: Tensor) -> bool:
-    """Returns whether a row of so many columns fits the shared memory of the GPU, as `whole` needs."""
+    """Returns whether a row of `columns` columns fits into the GPU's shared memory, as `whole` requires."""
     row = -(-columns // 8) * 16
     return row <= ROW_IN_SHARED_MEMORY and row + OF_WARPS <= device.shared_memory(launch.gpu_of(logits))
 

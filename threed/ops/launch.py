@@ -36,8 +36,8 @@ _TYPES: dict[str, Any] = {"P": ctypes.c_void_p, "q": ctypes.c_int64, "d": ctypes
 
 
 def available(x: Tensor) -> bool:
-    """Returns whether kernels work on this tensor's device: a GPU on which one has run. Not in a function that
-    torch.compile reads, which fuses by itself."""
+    """Returns whether kernels can be used on this tensor's device: a GPU on which one was tested. False while
+    torch.compile traces, since it fuses by itself."""
     if torch.compiler.is_compiling() or not on_gpu(x) or native.library("cuda") is None:
         return False
     return not problem(gpu_of(x))
@@ -50,10 +50,10 @@ def gpu_of(x: Tensor) -> torch.device:
 
 @functools.cache
 def problem(where: torch.device) -> str:
-    """Returns why kernels of the native library do not run on a GPU; "" if one has run there.
+    """Returns why kernels of the native library do not run on a GPU; "" if they do.
 
-    The first call for a device runs a kernel and waits for its result, and warns if there is a problem: the library may
-    have been compiled for a newer driver, or have no code for this GPU.
+    The first call for a device runs a kernel, waits for its result, and warns if it fails: the library may have been
+    compiled for a newer driver, or have no code for this GPU.
     """
     try:
         _probe(where)
@@ -88,7 +88,7 @@ def start(name: str, *arguments: Argument) -> None:
 
     Args:
         name: a key of LAUNCHERS.
-        arguments: as LAUNCHERS has them: tensors go as addresses, None as a null pointer.
+        arguments: of the types in LAUNCHERS; tensors are passed as addresses, None as a null pointer.
 
     Raises:
         TypeError: arguments are not of the launcher's types.
@@ -134,7 +134,7 @@ def _launcher(name: str) -> Any:
 
 
 def declare(library: ctypes.CDLL, name: str) -> Any:
-    """Returns a launcher of a library, with its types."""
+    """Returns a launcher of a library, with its argument types declared."""
     launcher = getattr(library, f"threed_cuda_{name}")
     launcher.restype = ctypes.c_int
     launcher.argtypes = [*(_TYPES[letter] for letter in LAUNCHERS[name]), ctypes.c_void_p]
@@ -142,7 +142,7 @@ def declare(library: ctypes.CDLL, name: str) -> Any:
 
 
 def check_types(name: str, arguments: tuple[Argument, ...]) -> list[int | float | None]:
-    """Returns arguments as ctypes takes them; TypeError unless they are of the launcher's types."""
+    """Returns the arguments for ctypes. Raises TypeError if they are not of the launcher's types."""
     letters = LAUNCHERS[name]
     if len(letters) != len(arguments) or not all(map(_is_of_type, letters, arguments)):
         raise TypeError(f"threed_cuda_{name} takes {letters} (pointers, int64 q, doubles), not {_words(arguments)}")

@@ -121,7 +121,7 @@ class SavedInput:
 class ActivationStore:
     """Saves inputs. axis: they are sliced over it, unless None. storages: for copies; None saves the inputs themselves.
     device: where layers run. away: storages are not on the device, and copies use a stream of their own. replicated:
-    finds the inputs that may be sliced; None: all of them."""
+    finds the inputs that can be sliced; None: all can."""
 
     def __init__(
         self, axis: Axis | None, storages: StoragePool | None, device: torch.device, away: bool = False,
@@ -266,7 +266,7 @@ def build(
     """Returns what a rank's stages recompute.
 
     units: by number, those that are recomputed in full or in part. live: the largest number of micro-batches whose
-    inputs are saved at once. unlike: set for inputs that cannot be sliced, and were.
+    inputs are saved at once. unlike: the flag for inputs that were sliced although they differ per tensor rank.
     """
     r = config.recompute
     if r.mode == "none" or not units:
@@ -293,7 +293,7 @@ def on_paper(config: Config, numbers: Sequence[int], slicing: Slicing, device: t
 
 
 def sliced_over(config: Config, slicing: Slicing) -> Axis | None:
-    """Returns the tensor ranks over which saved inputs are sliced, if they are."""
+    """Returns the tensor ranks over which saved inputs are sliced; None if they are not."""
     return slicing.tp if config.recompute.partition and slicing.tp.size > 1 and not slicing.sequence_parallel else None
 
 

@@ -1,14 +1,13 @@
-"""Inputs of recomputed layers that are the same on all tensor ranks, so that each rank may save a slice of them.
+"""Decides which inputs of recomputed layers are the same on all tensor ranks, so that a rank may save a slice of them.
 
     inputs = ReplicatedInputs(axis, flag)
     inputs.are(place, x)             whether the input at a place is replicated; the first x decides (collective)
-    sample = inputs.sample(x)        saved with the slice
-    inputs.check(sample, x)          after the slices are gathered: sets the flag if x is another tensor
+    sample = inputs.sample(x)        some elements, saved with the slice
+    inputs.check(sample, x)          after the slices are gathered: sets the flag if x does not have these elements
 
-A layer may pass on a tensor that differs per rank, such as the values of the rank's heads; slices of it must not be
-gathered. So the first micro-batch is compared over the ranks. An input that is constant is saved in full: a part per
-rank may be constant at first (zeros), and differ once it is trained. Later inputs are checked on the device, without a
-host read.
+A layer may pass on a tensor that differs per rank, such as the values of the rank's heads; it must be saved in full. So
+the inputs of the first micro-batch are compared over the ranks. Constant inputs are saved in full too: an input that
+differs per rank may be constant at first (zeros). Later inputs are checked on the device, without a host read.
 """
 
 from __future__ import annotations
@@ -34,7 +33,12 @@ def unlike_inputs() -> Flag:
 
 
 class ReplicatedInputs:
-    """axis: the tensor ranks. flag: set on the device for inputs that were replicated at first and are not any more."""
+    """Finds replicated inputs.
+
+    Args:
+        axis: the tensor ranks.
+        flag: set on the device for inputs that were replicated in the first micro-batch and no longer are.
+    """
 
     def __init__(self, axis: Axis, flag: Flag) -> None:
         self.axis, self.flag = axis, flag

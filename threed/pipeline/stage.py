@@ -202,7 +202,8 @@ class Stage:
         return outputs, Frame(begin, edges)
 
     def _call(self, layer: nn.Module, unit: int, x: Any, micro: MicroBatch) -> Any:
-        """Runs a layer. TypeError naming it, and what x is, where it takes a tensor and x is none."""
+        """Runs a layer. If it fails on x because that is not a tensor, raises a TypeError with its name and x's
+        type."""
         try:
             return layer(x, micro)
         except (AttributeError, TypeError) as error:

@@ -128,9 +128,9 @@ def span_and_bubble(spans: Sequence[Sequence[Span]]) -> tuple[float, float]:
 def idle_shares(spans: Sequence[Sequence[Span]]) -> list[float]:
     """Returns per rank the share of a step in which it does not compute.
 
-    The step lasts from the first start to the last end of all ranks' compute actions. For equal stages the mean of the
-    shares is the bubble of `span_and_bubble` where all ranks wait for the last one; for unequal stages it is the number
-    that tells how much time is lost, and the rank with the smallest share is the one that the others wait for.
+    A step lasts from the first start to the last end of the compute actions of all ranks. The mean of the shares is the
+    share of time lost, also for unequal stages, for which the bubble of `span_and_bubble` is misleading. The rank with
+    the smallest share is the one that the others wait for.
     """
     rows = [[(start, end) for action, start, end in actions if action.kind in COMPUTE] for actions in spans]
     times = [time for row in rows for time in row]

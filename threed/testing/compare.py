@@ -76,8 +76,8 @@ def differences(engine: Engine, metrics: Sequence[StepMetrics], truth: Results, 
     """Where this rank's part of the results differs from the truth; ends the last step (`Engine.finish`). Collective.
 
     Losses and norms may differ by `tolerance` relative to the truth's, the rest by so much absolutely. Buffers are
-    compared if the truth has some: what they gather may depend on how a batch is cut; parameters of the update before
-    if the truth has them. Raises ValueError where the optimizers keep other moments.
+    compared if the truth has some: their values may depend on how a batch is divided; so are the parameters of the
+    update before. Raises ValueError where the optimizers keep other moments.
     """
     engine.finish()
     losses = scalars("loss", [m.loss for m in metrics], truth.losses, tolerance)

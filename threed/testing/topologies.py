@@ -47,8 +47,8 @@ def ranks_of(said: dict[str, int]) -> int:
 
 
 def plain(config: Config) -> Config:
-    """The configuration with what is for several pipeline ranks as it is by default: one process runs whole backwards,
-    whatever the schedule of the others is. An asynchronous schedule stays: it trains by a rule of its own."""
+    """Returns the configuration with the defaults of the keys for several pipeline ranks, as one process runs it. An
+    asynchronous schedule is kept, since it changes the results of training."""
     keys = ["chunks", "partition", "memory_limit_gib", "optimistic_step"]
     keys += [] if is_asynchronous(config.parallel.schedule) else ["schedule"]
     defaults = {key: getattr(ParallelConfig(), key) for key in keys}

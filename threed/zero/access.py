@@ -1,16 +1,19 @@
 """Access to parameters whose values are not always in memory.
 
-A parameter stays the same Python object all its life, whoever refers to it: modules, closures, lists, hooks. Its class
-and its storage tell whether its values can be read:
+A parameter stays the same Python object for the lifetime of the engine, wherever it is referenced: in modules,
+closures, lists, hooks. Only its class and its storage change with the state of its group:
 
-    gathered    its own class, and a view of the group's buffer
-    in flight   `AbsentParameter`: every function of torch that is called on it first waits
-    sharded     the same, but gathers it, or raises an error that names it. Its storage is one NaN that cannot be
-                written, so native code that does not ask gets NaN, never freed memory
+    gathered    its original class; the storage is the group's buffer
+    in flight   `AbsentParameter`: a torch function that is called on it waits for the gather first
+    sharded     `AbsentParameter`: a torch function that is called on it gathers the group first, or raises an error
+                that names the parameter. The storage is a single NaN that cannot be written, so native code that
+                bypasses `__torch_function__` reads NaN, never freed memory
 
-Sharded parameters that other code than `threed.layers` uses stay guarded while they are gathered. So are views of them:
-after an update they refuse to be read. Autograd saves their places in a buffer, not its memory. A buffer is never freed
-while a tensor shares it: `Group.allocate` makes a new one, and Python frees the old one with its last view.
+Sharded parameters that code outside `threed.layers` uses are guarded while they are gathered as well
+(`GuardedParameter`), and so are views of them (`GuardedView`), which raise an error if they are read after the values
+have changed. For these parameters autograd saves positions in the group's buffer, not its memory. A buffer is not freed
+while a tensor shares it: `Group.allocate` makes a new buffer for each gather, and Python frees the old one with its
+last view.
 """
 
 from __future__ import annotations
@@ -28,14 +31,15 @@ from torch.utils import _pytree as pytree
 from threed.sharding import storage_of
 from threed.zero.layout import Group, Slot
 
-PINNED = -5  # the holder of groups that stay gathered until the pass has ended
+# The holder (`Gatherer.open`) of groups that a transform of `torch.func` uses; they stay gathered until the pass ends.
+FUNC_TRANSFORM = -5
 
 
 class Gatherer(Protocol):
-    """What gathers the parameters: `threed.zero.gather.Gatherer`."""
+    """The part of `threed.zero.gather.Gatherer` that accesses use."""
 
     version: int  # of the sharded parameters' values
-    saving: saved_tensors_hooks  # in which autograd saves their places
+    saving: saved_tensors_hooks  # hooks with which autograd saves positions in buffers
 
     def wait_for(self, slot: Slot) -> None: ...
 
@@ -47,12 +51,19 @@ class Gatherer(Protocol):
 
 
 class Access:
-    """The way to one parameter's values.
+    """Controls access to the values of one parameter.
 
-    wrapped: of a wrapped module, whose program may change its parameters. sheltered: whether the parameter is sharded
-    between uses, and code that is not of `threed.layers` uses it, which may keep views. always: whether it is guarded
-    even while its values can be read, so that views of it are. touched: whether memory was handed out that can be
-    written without the parameter's version being incremented.
+    Args:
+        gatherer: gathers the parameter.
+        group: the parameter's group.
+        slot: the parameter and its place in the group.
+        wrapped: whether the parameter belongs to a wrapped module, so that the program may change it.
+
+    Attributes:
+        exposed: whether the parameter is sharded and used by code outside `threed.layers`, which may keep views of it.
+        guards_views: whether the parameter is guarded while it is gathered too, so that its views are guarded.
+        touched: whether the program got memory (`.data`, NumPy, DLPack, ...) that it can write without incrementing the
+            parameter's version.
     """
 
     def __init__(self, gatherer: Gatherer, group: Group, slot: Slot, wrapped: bool) -> None:
@@ -61,31 +72,40 @@ class Access:
         if wrapped and self.own_class is nn.Parameter:
             self.own_class = WatchedParameter
         ours = all(type(owner).__module__.startswith("threed.layers.") for owner, _ in slot.places)
-        self.sheltered = group.sliced and (wrapped or not ours)
-        self.always = self.sheltered
+        self.exposed = group.sliced and (wrapped or not ours)
+        self.guards_views = self.exposed
         self.touched = False
         slot.param.access = self  # type: ignore[attr-defined]
         self.guard(group.sliced)
 
     def guard(self, on: bool) -> None:
-        """Gives the parameter the class for values that are absent or in flight, or the one for values in memory."""
-        kind = AbsentParameter if on else GuardedParameter if self.always else None
-        self.slot.param.__class__ = self.own_class if kind is None else _combined(kind, self.own_class)
+        """Sets the parameter's class: with `on` the class for sharded values and values in flight, else the class for
+        values in memory."""
+        kind = AbsentParameter if on else GuardedParameter if self.guards_views else None
+        self.slot.param.__class__ = self.own_class if kind is None else _guarded_class(kind, self.own_class)
 
-    def watch(self, on: bool) -> None:
-        """Guards the parameter, and views that are taken of it, while its values can be read, or ends that."""
-        self.always = on or self.sheltered
+    def guard_views(self, on: bool) -> None:
+        """Starts or stops guarding the gathered parameter and the views that are taken of it."""
+        self.guards_views = on or self.exposed
         self.guard(False)
 
     def require(self) -> None:
-        """Makes the values readable; RuntimeError naming the parameter if they are not in memory."""
+        """Gathers the parameter, or waits for its gather.
+
+        Raises:
+            RuntimeError: the values are not in memory and cannot be gathered here; the message names the parameter.
+        """
         if self.group.sliced:
             self.gatherer.require(self.group, self.slot)
         else:
             self.gatherer.wait_for(self.slot)
 
     def require_view(self, view: GuardedView, changes: bool) -> None:
-        """The same for a tensor that shares memory with the parameter."""
+        """Does the same for a view of the parameter. A view of an earlier buffer may be read until the values change.
+
+        Raises:
+            RuntimeError: the view is of an earlier buffer, and `changes` is true or the values have changed since.
+        """
         if not self.group.sliced or view.buffer is self.group.params:
             self.require()
         elif changes or view.version != self.gatherer.version:
@@ -96,16 +116,16 @@ class Access:
             )
 
     def share(self, out: Any) -> Any:
-        """Guards a tensor if it shares memory with the parameter."""
-        if self.always and type(out) is Tensor and storage_of(out) == storage_of(self.group.params):
+        """Makes `out` a `GuardedView` if it is a tensor that shares memory with the parameter; returns it."""
+        if self.guards_views and type(out) is Tensor and storage_of(out) == storage_of(self.group.params):
             out.__class__ = GuardedView
             out.access, out.buffer, out.version = self, self.group.params, self.gatherer.version  # type: ignore[attr-defined]
         return out
 
 
-def undisturbed() -> AbstractContextManager[Any]:
-    """Returns a context in which tensors are plain, although the caller is inside inference mode or a transform of
-    `torch.func`."""
+def without_transforms() -> AbstractContextManager[Any]:
+    """Returns a context that suspends inference mode and transforms of `torch.func`, so that gathers write plain
+    tensors."""
     transformed, inferring = torch._C._functorch.peek_interpreter_stack() is not None, torch.is_inference_mode_enabled()
     if not (transformed or inferring):
         return nullcontext()
@@ -126,7 +146,7 @@ def _accessors(names: str, method: str) -> set[Any]:
     return {getattr(getattr(Tensor, name), method) for name in names.split()}
 
 
-# What a parameter can tell without its values.
+# Functions that do not read a parameter's values.
 _METADATA: set[Any] = {
     *_accessors("shape dtype device layout ndim is_leaf grad_fn requires_grad grad name is_cpu is_cuda", "__get__"),
     *_accessors("is_meta is_sparse is_quantized is_mkldnn is_nested retains_grad output_nr _version", "__get__"),
@@ -138,7 +158,7 @@ _METADATA: set[Any] = {
     *_methods("is_same_size is_shared is_inference"),
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference, torch.is_same_size,
 }  # fmt: skip
-# Functions that hand out memory, which may then be written without the parameter's version being incremented.
+# Functions that return memory, which the program can then write without incrementing the parameter's version.
 _EXPORTS: set[Any] = {
     Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr,  # type: ignore[attr-defined]
     Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.share_memory_,
@@ -147,26 +167,27 @@ _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floord
 
 
 def _changes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Returns whether a function of torch changes a tensor."""
+    """Returns whether a torch function writes to a tensor."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name in (*_IN_PLACE, "__setitem__", "__set__") or kwargs.get("out") is not None
 
 
-def _parts(args: Iterable[Any]) -> Iterator[Any]:
-    """Yields the guarded tensors among the arguments of a function of torch."""
+def _guarded_in(args: Iterable[Any]) -> Iterator[Any]:
+    """Yields the guarded tensors among the arguments of a torch function."""
     for arg in args:
         if isinstance(arg, (GuardedParameter, GuardedView)):
             yield arg
         elif isinstance(arg, (list, tuple)):
-            yield from _parts(arg)
+            yield from _guarded_in(arg)
         elif isinstance(arg, dict):
-            yield from _parts(arg.values())
+            yield from _guarded_in(arg.values())
 
 
 def _call(run: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Makes the values of the guarded tensors among the arguments readable, and calls a function of torch on them."""
-    used = list(_parts((*args, *kwargs.values())))
+    """Gathers the guarded tensors among the arguments, calls a torch function (`func`, by way of `run`), and guards the
+    views that it returns."""
+    used = list(_guarded_in((*args, *kwargs.values())))
     changes, exports = _changes(func, kwargs), func in _EXPORTS
     for tensor in used:
         if isinstance(tensor, GuardedView):
@@ -184,22 +205,24 @@ def _call(run: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any])
 
 
 def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
-    """Returns the context in which autograd saves places of sharded parameters, unless the program has hooks of its own
-    for what is saved. Transforms of `torch.func` allow no hooks: then the parameters stay gathered until the backward
-    has ended."""
+    """Returns the context in which autograd saves positions of sharded parameters.
+
+    If the program has installed saved-tensor hooks, these are used instead. Transforms of `torch.func` allow no hooks:
+    the parameters stay gathered until the backward has ended.
+    """
     sharded = [access for access in accesses if access.group.sliced]
     if not (sharded and torch.is_grad_enabled()):
         return nullcontext()
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         for access in sharded:
-            access.gatherer.open(access.group, PINNED)
+            access.gatherer.open(access.group, FUNC_TRANSFORM)
         return nullcontext()
     others = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return nullcontext() if others else sharded[0].gatherer.saving
 
 
 class _Managed(nn.Parameter):
-    """A parameter that an engine manages. Copies and pickles of it are plain parameters."""
+    """A parameter of an engine. Its copies and pickles are plain parameters."""
 
     access: Access
 
@@ -217,7 +240,7 @@ class WatchedParameter(_Managed):
 
     @property
     def data(self) -> Any:
-        """The tensor's data, as of any tensor; reading or setting it marks the parameter as touched."""
+        """As `torch.Tensor.data`; reading or setting it marks the parameter as touched."""
         self.access.touched = True
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
@@ -228,7 +251,7 @@ class WatchedParameter(_Managed):
 
 
 class GuardedParameter(_Managed):
-    """A parameter whose values are made readable when a function of torch is called on it."""
+    """A parameter that is gathered, or waited for, when a torch function is called on it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -236,27 +259,27 @@ class GuardedParameter(_Managed):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **kwargs)
-            if func in _OF_A_SHARDED:
-                return _OF_A_SHARDED[func](*args, **kwargs)
+            if func in _METADATA_OF_SHARDED:
+                return _METADATA_OF_SHARDED[func](*args, **kwargs)
             own = super().__torch_function__
             return _call(lambda *a, **k: own(func, types, a, k), func, args, kwargs)
 
 
 def plain(view: Tensor) -> Tensor:
-    """Returns a tensor without its guard."""
+    """Returns a tensor without its guard: a plain `torch.Tensor` that shares its memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return view.as_subclass(Tensor)
 
 
 def _strides(param: Tensor) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of this shape."""
+    """Returns the strides of a contiguous tensor of this shape."""
     strides = [1]
     for size in reversed(param.shape[1:]):
         strides.append(strides[-1] * max(1, size))
     return tuple(reversed(strides))[: param.dim()] if param.dim() else ()
 
 
-def _describe(param: Any, **_: Any) -> str:
+def _repr(param: Any, **_: Any) -> str:
     access: Access = param.access
     if not access.group.sliced or access.gatherer.is_open(access.group):
         access.require()
@@ -279,37 +302,42 @@ def _new(func: Any) -> Callable[..., Any]:
 
 _LIKE = [getattr(torch, f"{name}_like") for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")]
 _NEW = [getattr(Tensor, f"new_{name}") for name in ("empty", "zeros", "ones", "full", "tensor")]
-_OF_A_SHARDED: dict[Any, Callable[..., Any]] = {
+_METADATA_OF_SHARDED: dict[Any, Callable[..., Any]] = {
     Tensor.stride: lambda param, dim=None: _strides(param) if dim is None else _strides(param)[dim],
     Tensor.is_contiguous: lambda param, *_, **__: True,
-    Tensor.__repr__: _describe,
+    Tensor.__repr__: _repr,
     **{func: _new(func) for func in (*_LIKE, *_NEW)},
 }
 
 
 class AbsentParameter(GuardedParameter):
-    """A guarded parameter whose values are not in memory, or not yet."""
+    """A guarded parameter that is sharded, or whose gather is in flight."""
 
 
 @functools.cache
-def _combined(kind: type[GuardedParameter], own: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Returns the guarded class for parameters of a class.
+def _guarded_class(kind: type[GuardedParameter], own: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Returns the subclass of `own` that is guarded as `kind`.
 
-    `torch.func` hands parameters to native code that does not ask: as nodes of its trees absent ones are asked here.
+    `torch.func` passes parameters to native code without calling `__torch_function__`. Absent parameters are therefore
+    nodes of its pytrees, and are gathered when these are flattened.
     """
     made = type(kind.__name__, (kind, own), {"__module__": __name__})
     if kind is AbsentParameter:
-        pytree.register_pytree_node(made, _opened, lambda parts, _: next(iter(parts)))
+        pytree.register_pytree_node(made, _flatten_absent, lambda parts, _: next(iter(parts)))
     return made
 
 
-def _opened(param: Any) -> tuple[list[Any], None]:
+def _flatten_absent(param: Any) -> tuple[list[Any], None]:
     param.access.require()
     return [param], None
 
 
 class GuardedView(Tensor):
-    """A tensor that shares memory with a guarded parameter."""
+    """A tensor that shares memory with a guarded parameter.
+
+    access: that of the parameter. buffer, version: the group's buffer, and the version of the values, when the view was
+    taken.
+    """
 
     access: Access
     buffer: Tensor

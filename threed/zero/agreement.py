@@ -48,15 +48,16 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
         for rank, other in zip(axis.ranks, collectives.exchange(mine, axis), strict=True):
             if other != mine:
                 raise ValueError(
-                    f"ranks {rank} and {topology.rank} have other parameters in their buckets, or in another order:"
+                    f"ranks {rank} and {topology.rank} have different parameters in their buckets, or another order:"
                     " build the same layers, with the same names and shapes, on all ranks"
                 )
 
 
 def check_gathers(orders: Sequence[int]) -> None:
-    """Raises RuntimeError unless all ranks gathered the same in a step. orders: a hash of the gathers of each rank."""
+    """Raises RuntimeError unless all ranks gathered the same groups in the same order. orders: `Gatherer.order` of each
+    rank."""
     if len(set(orders)) > 1:
         raise RuntimeError(
             "ranks used different parameters in this step, or in another order: ZeRO-3 gathers a parameter on all"
-            " ranks at once; route alike on all ranks, or use --zero.stage 2"
+            " ranks at once; route in the same way on all ranks, or use --zero.stage 2"
         )

@@ -57,16 +57,16 @@ class Asynchronous:
         self.restore({})
 
     def state(self) -> dict[str, list[float | None]]:
-        """Returns what a checkpoint keeps: gradient norm and learning rate of the newest update, None if not finite."""
+        """Returns the state for a checkpoint: norm and learning rate of the newest update, None if not finite."""
         numbers = float(self._last.grad_norm), float(self._last.lr)
         return {"last_update": [number if math.isfinite(number) else None for number in numbers]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores what the next metrics tell of the newest update; zeros for a state without it."""
+        """Restores norm and rate of the newest update for the next metrics; 0 for a state without them."""
         numbers = [math.nan if number is None else float(number) for number in state.get("last_update", (0.0, 0.0))]
         norm, rate = (torch.full_like(self.optimizer.updates, number) for number in numbers)
         self._last = replace(self._none, grad_norm=norm, lr=rate)
-        self._carry = torch.zeros_like(norm)[None]  # of the last step's batch, this rank's part
+        self._carry = torch.zeros_like(norm)[None]  # this rank's numbers of the last step, not summed yet
 
     def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs a step: what the last one has left, and the micro-batches as far as they are not left to the next.
@@ -98,8 +98,8 @@ class Asynchronous:
         return losses
 
     def results(self, carry: Tensor) -> Callable[[], Update]:
-        """Begins to sum numbers of a step over all ranks, as in `Optimizer.step`, fp64 [k]; returns what gives them,
-        with the results of the newest update."""
+        """Begins the sum of a step's numbers, fp64 [k], over all ranks (see `Optimizer.step`); returns a function that
+        waits for it and returns the results of the newest update with these sums."""
         self._carry = carry
         sums = collectives.start_sum_of_scalars(carry, self.optimizer.everyone)
         last = replace(self._last, skips=self.optimizer.skips.clone())

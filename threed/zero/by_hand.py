@@ -50,8 +50,8 @@ class Changes:
         got, has = ([*param.shape], param.dtype), ([*slot.shape], group.params.dtype)
         if got != has:
             raise RuntimeError(
-                f"{slot.spec.name} was given values of shape {got[0]} and {got[1]}, but has shape {has[0]} and"
-                f" {has[1]}: build a new engine to change the shape or the format of a parameter"
+                f"{slot.spec.name} was set to values of shape {got[0]} and {got[1]}, but has shape {has[0]} and"
+                f" {has[1]}: build a new engine to change the shape or dtype of a parameter"
             )
         place = group.view(slot, group.params)
         if param.data_ptr() == place.data_ptr():

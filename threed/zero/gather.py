@@ -8,8 +8,8 @@
 
 Parameters that stay whole (stages 1 and 2, small ones under stage 3) are gathered once, when they are published; this
 overlaps with the beginning of the next forward, and `ready` waits for it. Sliced parameters (stage 3) are gathered at
-every use, into a new buffer. The parameters stay the same objects (`zero.access`); autograd, which saves parameters and
-not their memory, finds them in the next buffer.
+every use, into a new buffer. The parameters stay the same objects (`zero.access`). Autograd saves positions in the
+buffer, not its memory; a backward reads them from the buffer of its own gather.
 
 Slices may be offloaded (`threed.memory.tiers`). Then a gather has two phases, both overlapped with the unit before:
 reading this rank's slices, and the all-gather, which begins when the next group is requested.
@@ -31,21 +31,25 @@ from threed.device import beside, copy_stream, current_stream
 from threed.memory.tiers import InMemory, StagedBuffer
 from threed.sharding import storage_of
 from threed.topology import Axis
-from threed.zero.access import Access, undisturbed
+from threed.zero.access import Access, without_transforms
 from threed.zero.layout import Bucket, Group, Layout, Slot
 
-TILE, BY_HAND = -3, -4  # holders beside units, which are numbers >= 0: a tile's layer; `Engine.gathered`
+# Holders of groups other than units, which are numbers >= 0: the layer of a tile, and `Engine.gathered`.
+TILE, BY_HAND = -3, -4
 
 
-class Saved:
-    """A saved tensor that is a view of a group's buffer, or a parameter that was not gathered."""
+class SavedView:
+    """A tensor that autograd saved as a position in a group's buffer.
+
+    slot: None for a view of a gathered buffer; a parameter that was not gathered when it was saved.
+    """
 
     def __init__(self, group: Group, slot: Slot | None, tensor: Tensor) -> None:
         self.group, self.slot, self.dtype = group, slot, tensor.dtype
         self.place = (tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def tensor(self) -> Tensor:
-        """Returns it as a view of the buffer that the group is gathered into now."""
+        """Returns the tensor as a view of the group's current buffer."""
         buffer = self.group.params
         if self.slot is not None:
             return self.group.view(self.slot, buffer)
@@ -75,19 +79,32 @@ class GatheredTile:
 class Gatherer:
     """Gathers the groups of a layout.
 
-    axis: the shard group with a second communicator, since gathers and reductions have no common order. wrapped:
-    whether the parameters are a wrapped module's, which anybody may read and change.
+    Args:
+        layout: of the parameters.
+        axis: the shard group with a second communicator, since gathers and reductions have no common order.
+        wrapped: whether the parameters are those of a wrapped module, so that the program may read and change them.
+
+    Attributes:
+        accesses: the access to each parameter.
+        by_storage: the group (and, for the placeholder of a sharded parameter, the slot) that a storage belongs to; the
+            keys are those of `storage_of`.
+        saving: the hooks with which autograd saves positions in buffers.
+        version: incremented when the values of sharded parameters change.
+        before_use: called with a sharded group when one of its parameters is used; may open the group.
+        leaving: called with a group before its memory is freed.
+        behind: whether passes read the parameters of the version before the gathered one.
+        order: a hash of the groups that were gathered, in order; the same on all ranks.
     """
 
     def __init__(self, layout: Layout, axis: Axis, wrapped: bool = False) -> None:
         self.layout, self.axis, self.wrapped = layout, axis, wrapped
         self.accesses = {slot: Access(self, group, slot, wrapped) for group in layout.groups for slot in group.slots}
-        self.places: dict[int, tuple[Group, Slot | None]] = {}  # by storage: of a group's buffer, of a placeholder
+        self.by_storage: dict[int, tuple[Group, Slot | None]] = {}
         for group in layout.groups:
             for slot in group.slots if group.sliced else ():
-                self.places[storage_of(slot.placeholder)] = (group, slot)
+                self.by_storage[storage_of(slot.placeholder)] = (group, slot)
         self.saving = saved_tensors_hooks(self._pack, self._unpack)
-        self.version = 0  # of the sharded parameters' values: incremented when they change
+        self.version = 0
         self._published: dict[Bucket, Pending] = {}  # gathers of what stays whole
         self._buckets_of_unit: dict[int, list[Bucket]] = {}
         self._buckets_of_slot: dict[Slot, list[Bucket]] = {}
@@ -98,10 +115,10 @@ class Gatherer:
         for drive in layout.policy.drives:
             drive.make_room = self._end_gathers
         self._number = {group: number for number, group in enumerate(layout.groups)}
-        self.leaving: Callable[[Group], None] = lambda group: None  # called before a group's memory is freed
-        self.wanted: Callable[[Group], None] = lambda group: None  # called when a parameter of a group is used
-        self.behind = False  # passes read the version of parameters before the one that is gathered
-        self.order = 0  # a hash of which groups were gathered, in which order: all ranks must have the same
+        self.leaving: Callable[[Group], None] = lambda group: None
+        self.before_use: Callable[[Group], None] = lambda group: None
+        self.behind = False
+        self.order = 0
         for group in layout.groups:
             if group.key.tile is not None:
                 group.slots[0].param.tile_gatherer = GatheredTile(self, group)  # type: ignore[attr-defined]
@@ -186,12 +203,12 @@ class Gatherer:
             self.close(group, unit)
 
     def release_all(self) -> None:
-        """Frees all sliced parameters; then raises the first error that this met."""
+        """Frees all sliced parameters; raises the first error of these after all are freed."""
         errors = []
         for group in list(self._holders):
             try:
                 self._free(group)
-            except RuntimeError as error:  # a parameter was given values that it cannot have
+            except RuntimeError as error:  # the program set a parameter to values of another shape or dtype
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -207,9 +224,12 @@ class Gatherer:
         return group in self._holders
 
     def require(self, group: Group, slot: Slot) -> None:
-        """Waits until a sliced group is whole, after gathering it if the program is where that can be done on all
-        ranks; RuntimeError naming the parameter elsewhere."""
-        self.wanted(group)
+        """Waits until a sliced group is gathered. Gathers it first inside a forward or backward, where all ranks do.
+
+        Raises:
+            RuntimeError: the group is not gathered, elsewhere; the message names the parameter of `slot`.
+        """
+        self.before_use(group)
         if not self.is_open(group):
             where = (
                 "in its module's forward, or between steps inside `with engine.gathered():`; engine.full_state_dict()"
@@ -241,20 +261,20 @@ class Gatherer:
             self.wait(group)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Guards all parameters, and views that are taken of them, inside the block."""
+    def guarded_views(self) -> Iterator[None]:
+        """Guards all parameters, and the views that are taken of them, inside the block (`Access.guard_views`)."""
         for access in self.accesses.values():
-            access.watch(True)
+            access.guard_views(True)
         try:
             yield
         finally:
             for access in self.accesses.values():
-                access.watch(False)
+                access.guard_views(False)
 
     @torch.compiler.disable
     def _pack(self, tensor: Tensor) -> Any:
-        place = self.places.get(storage_of(tensor))
-        return tensor if place is None else Saved(*place, tensor)
+        owner = self.by_storage.get(storage_of(tensor))
+        return tensor if owner is None else SavedView(*owner, tensor)
 
     @torch.compiler.disable
     def _unpack(self, packed: Any) -> Tensor:
@@ -272,9 +292,9 @@ class Gatherer:
     def _exchange(self) -> None:
         """Begins the all-gather of every group whose slices are being read: in the same order on all ranks."""
         for group in list(self._reading):
-            with undisturbed():
+            with without_transforms():
                 group.allocate()
-                self.places[storage_of(group.params)] = (group, None)
+                self.by_storage[storage_of(group.params)] = (group, None)
                 self._gathering[group] = [self._gather(bucket, staged) for bucket, staged in self._reading.pop(group)]
 
     def _gather(self, bucket: Bucket, staged: StagedBuffer) -> Pending:
@@ -314,7 +334,7 @@ class Gatherer:
         if group in self._reading:
             self._exchange()
         if group in self._gathering:
-            with undisturbed():
+            with without_transforms():
                 for pending in self._gathering.pop(group):
                     pending.wait()
             for slot in group.slots:
@@ -334,7 +354,7 @@ class Gatherer:
         try:
             self.leaving(group)
         finally:
-            del self.places[storage_of(group.params)]
+            del self.by_storage[storage_of(group.params)]
             group.free()
             for slot in group.slots:
                 self.accesses[slot].guard(True)

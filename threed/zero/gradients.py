@@ -204,7 +204,7 @@ def _gaps(bucket: Bucket) -> list[tuple[int, int]]:
 
 
 def window_of(bucket: Bucket, gradients: Mapping[Slot, Tensor], dtype: torch.dtype) -> Tensor:
-    """Returns a bucket's window [last - first] of some parameters' gradients, zero elsewhere."""
+    """Returns the gradients of some parameters in a bucket's window [last - first], with zeros elsewhere."""
     window = torch.zeros(bucket.last - bucket.first, dtype=dtype, device=bucket.group.params.device)
     for slot in bucket.slots():
         if slot in gradients:

@@ -3,9 +3,9 @@
     hooks = Hooks(module, units, layout, gatherer, reducer, prefetch)
     hooks.pass_ended()          after each backward, and after a forward that none follows
 
-A unit gathers all its parameters when it is called, and releases them when it returns. Any other use of a parameter,
-and of what autograd has saved of it, gathers its group (`zero.access`). In a backward a group is released when the
-gradients of all its parameters have come, or when it has not been used for a while, or at the end.
+A unit gathers all its parameters when it is called, and releases them when it returns. Any other use of a parameter, or
+of a tensor that autograd saved as a view of it, gathers its group (`zero.access`). In a backward a group is released
+when the gradients of all its parameters have been added, when `RECENT` other groups were used after it, or at the end.
 
 Groups are gathered ahead in the order of the last pass. A wrong prediction costs its bytes and nothing else.
 """
@@ -27,8 +27,9 @@ from threed.zero.gather import Gatherer
 from threed.zero.layout import Group, Layout, Slot
 from threed.zero.reducer import Reducer
 
-BACKWARD, AHEAD = -1, -2  # holders beside the depth of calls
-RECENT = 3  # groups that stay whole in a backward although not all of their gradients come
+# Holders of groups other than calls, which are their depth >= 1: the backward, and gathers ahead of use.
+BACKWARD, AHEAD = -1, -2
+RECENT = 3  # groups used last in a backward, which stay gathered until all their gradients are there
 
 
 class Trace:
@@ -61,8 +62,11 @@ class Trace:
 
 
 class _Hook:
-    """The forward hooks of a module. Copies of the module share it, and pickles have none of it: they belong to no
-    engine."""
+    """The forward hooks of a module.
+
+    A copied or pickled module belongs to no engine: copies share this object, whose hooks ignore them, and pickles hold
+    a `_NoHook`.
+    """
 
     def __init__(self, hooks: Hooks, module: nn.Module, unit: int | None) -> None:
         self.hooks, self.module, self.unit = hooks, module, unit
@@ -74,10 +78,10 @@ class _Hook:
     def before(self, module: nn.Module, args: Any) -> None:
         if module is self.module:
             hooks: Any = module._forward_hooks
-            hooks.move_to_end(self.after_id)  # hooks that the user has added may use parameters
+            hooks.move_to_end(self.after_id)  # so that hooks added by the user may use parameters
             self.hooks.enter(self.unit)
             if any(part._compiled_call_impl or isinstance(part, OptimizedModule) for part in module.modules()):
-                # Compiled code reads parameters, and lets autograd save them, without calling functions of torch.
+                # Compiled code reads parameters, and autograd saves them, without a call of `__torch_function__`.
                 self.saving.append(self.hooks.gatherer.saving)
                 self.saving[-1].__enter__()
 
@@ -96,7 +100,7 @@ class _Hook:
 
 
 class _NoHook:
-    """Takes the place of `_Hook` in a pickled module."""
+    """Replaces `_Hook` in a pickled module; does nothing."""
 
     def before(self, module: nn.Module, args: Any) -> None: ...
 
@@ -124,7 +128,7 @@ class Hooks:
                 _Hook(self, unit.module, number)
             if all(unit.module is not module for unit in units):
                 _Hook(self, module, None)
-            gatherer.wanted = self._wanted
+            gatherer.before_use = self._gather_for_use
             reducer.listener = self._on_gradient
             reducer.gather_order = lambda: gatherer.order
 
@@ -134,11 +138,10 @@ class Hooks:
         """Begins a module's call."""
         self._calls.append([])
         for group in self.gatherer.groups_of(unit) if unit is not None else ():
-            self._wanted(group)
+            self._gather_for_use(group)
 
-    def _wanted(self, group: Group) -> None:
-        """Gathers a group, one of whose parameters is about to be used. Outside of a forward and a backward it gathers
-        nothing."""
+    def _gather_for_use(self, group: Group) -> None:
+        """Gathers a group before one of its parameters is used; does nothing outside of a forward or backward."""
         if self._calls:
             if group not in self._calls[-1]:
                 self._calls[-1].append(group)
@@ -166,10 +169,10 @@ class Hooks:
 
     def _groups_in(self, output: Any) -> set[Group]:
         """Returns the groups whose parameters, or views of them, are in a module's output."""
-        places = (
-            self.gatherer.places.get(storage_of(leaf)) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)
+        owners = (
+            self.gatherer.by_storage.get(storage_of(leaf)) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)
         )
-        return {place[0] for place in places if place is not None}
+        return {owner[0] for owner in owners if owner is not None}
 
     def _hold(self, group: Group, holder: int) -> None:
         """Gathers a group, and begins to gather those predicted next."""

@@ -50,7 +50,7 @@ class GroupKey:
     layers: tuple[int, ...] = ()  # of a tied and sliced one: all layers of the model that use it
     tile: str | None = None  # the name of a tile, which is gathered by itself while its layer uses it
     chunks: tuple[int, ...] = (0,)  # this rank's chunks of the model that use it
-    tied_chunks: tuple[tuple[int, ...], ...] = ()  # of a tied one: those of each of these stages
+    tied_chunks: tuple[tuple[int, ...], ...] = ()  # of a tied one: the chunks of each of these stages that use it
 
 
 @dataclass(eq=False)
@@ -58,8 +58,8 @@ class Slot:
     """A parameter and its place in its group: elements [first, last) of the flat buffer.
 
     places: the modules and attributes that hold it, one for each use. units: the numbers of the units (layers) that use
-    it. varies: whether one of these declares that it does not always run equally often. placeholder: what a sharded
-    parameter's values are while they are not gathered.
+    it. varies: whether one of these declares that it does not always run equally often. placeholder: the tensor that a
+    sharded parameter points to while it is not gathered.
     """
 
     param: nn.Parameter
@@ -158,9 +158,9 @@ class Group:
     shard: the axis S that slices are spread over. sums: the axes a slice's gradient is summed over after that.
     holders: the pipeline ranks that each update a portion of the same slice; the last of `sums` if they are several.
     copies: the axes over which ranks hold the same portion.
-    params: the buffer; of a sliced group a new one for every gather, and [0] in between. previous: the buffer of the
-    version before, where there are two; else the same. grads: all gradients, in their dtype, where they are kept in
-    full, else [0].
+    params: the buffer; for a sliced group a new one for every gather, and [0] while it is not gathered. previous: the
+    buffer of the version before, if there are two versions; else `params`. grads: all gradients, in their dtype, if
+    they are kept in full, else [0].
     """
 
     key: GroupKey
@@ -202,13 +202,13 @@ class Group:
         return buffer[slot.first : slot.last].view(slot.shape)
 
     def allocate(self) -> None:
-        """Allocates `params`, whose values are undefined, and points the parameters into it."""
+        """Allocates `params` with undefined values, and points the parameters to views of it."""
         self.params = torch.empty(self.numel, dtype=self.params.dtype, device=self.params.device)
         for slot in self.slots:
             point(slot.param, self.view(slot, self.params))
 
     def free(self) -> None:
-        """Lets go of `params`; its memory is freed once nobody else has a view of it. The parameters are NaN then."""
+        """Drops `params` and points the parameters to their placeholders. The memory is freed with its last view."""
         self.params = self.params.new_empty(0)
         for slot in self.slots:
             assert slot.placeholder is not None
@@ -256,7 +256,7 @@ class HasModules(Protocol):
 
 
 def point(param: nn.Parameter, values: Tensor) -> None:
-    """Points a parameter at other values; the object and its autograd history stay."""
+    """Sets the data of a parameter without `__torch_function__`; the object and its autograd history are unchanged."""
     with torch._C.DisableTorchFunctionSubclass():
         Tensor.data.__set__(param, values.data)  # type: ignore[attr-defined]
 
@@ -286,9 +286,8 @@ def build(
 
     units: the rank's layers, on the meta device. chunks: the chunk of the model that each is in, by default all in one;
     chunks have buffers of their own, since each is reduced when its own backwards have ended. tied: by name, the
-    parameters that several stages hold. Their groups come last. All stages group them alike, by the chunks of every
-    stage and not only their own, and in the same order: so slices align, and sums over stages are called in the same
-    order.
+    parameters that several stages hold. Their groups come last. All stages group them in the same way and order, by the
+    chunks of every stage: so slices align, and sums over stages are called in the same order.
     """
     keys: dict[GroupKey, list[Slot]] = {}
     for slot in _backward_order(collect(units), tied):
@@ -361,7 +360,7 @@ def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
 
 
 def _placeholder(slot: Slot, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a tensor of the parameter's shape that takes no memory: one NaN, which cannot be written."""
+    """Returns a tensor of the parameter's shape with one NaN as its storage, which torch refuses to write."""
     if device.type == "meta":
         return torch.empty(slot.shape, dtype=dtype, device=device)
     nan = torch.full((), torch.nan, dtype=dtype, device=device)

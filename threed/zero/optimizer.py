@@ -63,7 +63,7 @@ class Optimizer:
     the gradients. optimistic: the update does not wait for the norm, and is validated later. max_spike: see `BadSteps`.
     device: where the layers run.
 
-    earlier: the parameters that are one update older than the weights, as states of their own, for checkpoints.
+    earlier: for checkpoints, states of the parameters that are one update older than the weights.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Optimizer:
         self.on_host = not (layout.policy.optimizer_tier is None and layout.policy.params_tier is None)
         self.delayed = ThreadPoolExecutor(1, "delayed-update") if layout.policy.delayed else None
         self._under_way: Future[None] | None = None
-        self._unpublished = False  # the parameters are one delayed update older than the weights
+        self._unpublished = False  # the weights of a delayed update were not copied to the parameters yet
         self.torn = False  # a change of states began and did not end
         # What gives the initial weights, while all states are as they were initialised and it can do so again.
         self.initial: Callable[[str, Piece, Box], Tensor] | None = None
@@ -101,8 +101,8 @@ class Optimizer:
         """Updates the weights from every bucket's slice of the summed gradients; returns what gives the results.
 
         carry: fp64 [1 + k], numbers of this rank, summed over all ranks in the same all-reduce as the norm: its loss,
-        and flags of invalid data, for which the step is skipped. An optimistic update does not wait for that: whoever
-        asks for the results does.
+        and flags of invalid data, for which the step is skipped. An optimistic update does not wait for this sum; the
+        returned function does.
         """
         mine = self._share(gradients, carry)
         if self.optimistic is not None:
@@ -112,8 +112,8 @@ class Optimizer:
         return lambda: update
 
     def begin(self, gradients: Sequence[Gradient], carry: Tensor) -> Callable[[], Update]:
-        """Begins the sum over all ranks, with a carry as in `step`; returns what waits for it, updates and gives the
-        results."""
+        """Begins the sum over all ranks, with `carry` as in `step`; returns a function that waits for it, updates, and
+        returns the results."""
         mine = self._share(gradients, carry)
         before, pending = self.before(), collectives.start_sum_of_scalars(mine, self.everyone)
 
@@ -261,8 +261,8 @@ class Optimizer:
     def held(
         self, state: State, parts: Iterable[str], write: bool = False, publish: bool = True
     ) -> Iterator[dict[str, Tensor]]:
-        """Yields some parts of a bucket's state to read; with `write` to change: then stores them, and publishes the
-        weights."""
+        """Yields some parts of a bucket's state to read. With `write` they may be changed, and are stored after the
+        block; with `publish` too, changed weights are published."""
         if write:
             self.initial = None
             self.before_change(state)
@@ -296,8 +296,11 @@ class Optimizer:
                 store_all(state.kept)
 
     def publish_delayed(self) -> None:
-        """Waits for a delayed update, if there is one, and copies its weights to the parameters. Called by the next
-        update, and before the weights are set; a call in between would end the delay of the next step."""
+        """Waits for a delayed update, if there is one, and copies its weights to the parameters.
+
+        Called by the next update, and before weights are set from outside. A call at any other time would change the
+        training: the next step would not be delayed.
+        """
         self.finish_delayed()
         self._under_way = None
         if self._unpublished:
@@ -309,7 +312,7 @@ class Optimizer:
             self._unpublished = False
 
     def restore_delayed(self) -> None:
-        """Begins to gather the parameters of a checkpoint, to which the weights are to be published later."""
+        """Begins to gather the parameters that were loaded from a checkpoint; the next update publishes the weights."""
         for state in reversed(self.earlier):
             self.gatherer.publish(state.bucket)
         self._unpublished = True
@@ -356,8 +359,8 @@ class Optimizer:
             synchronize(self.updates.device)
 
     def settle(self) -> None:
-        """Waits until updates are done, and the parameters that stay whole are gathered; a delayed update stays
-        unpublished."""
+        """Waits until updates are done and all parameters that are not sliced are gathered. Does not publish a delayed
+        update."""
         self.finish_delayed()
         self.gatherer.settle()
 

@@ -18,7 +18,7 @@ from threed.zero.layout import Slot
 
 
 class Owner(Protocol):
-    """The part of `Reducer` that a running backward uses."""
+    """The part of `Reducer` that `own_backward` uses."""
 
     def give_up(self) -> None: ...
 
@@ -28,7 +28,7 @@ _running: list[object] = []  # owners of the running backwards, the innermost la
 
 @contextmanager
 def own_backward(owner: Owner) -> Iterator[None]:
-    """Marks the backwards in the block as the owner's, whose step is given up if the block raises."""
+    """Marks the backwards in the block as the owner's. If the block raises, the owner's step is discarded."""
     _running.append(owner)
     try:
         yield
@@ -56,7 +56,10 @@ def left(slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
 
 
 def check_scales(dtype: str, slots: Iterable[Slot]) -> None:
-    """Raises RuntimeError if a gradient has another engine's loss scale. dtype: of the configuration."""
+    """Raises RuntimeError under fp16 if another engine's backward left a gradient, which has that engine's loss scale.
+
+    dtype: `precision.dtype` of this engine.
+    """
     for slot, _ in left(slots) if dtype == "fp16" else ():
         raise RuntimeError(
             f"{slot.spec.name}: another engine's backward left a gradient, with that engine's loss scale: call"

@@ -79,7 +79,7 @@ class Reducer:
                 self._buckets_of.setdefault(slot, []).append(number)
         self._passes = 1  # of a round
         self._ended = 0  # passes of this step
-        self._unfinished = self._given_up = False  # a step has begun and not ended; is not to end
+        self._unfinished = self._given_up = False  # a step has begun and not ended; it is to be discarded
         self._missing = [0] * len(layout.buckets)
         self._sent: set[int] = set()  # buckets sent in this round
         self._summed: set[int] = set()  # and in this step
@@ -117,7 +117,7 @@ class Reducer:
         return 1 if self.dynamic else len(slot.places)
 
     def begin(self, microbatches: int) -> None:
-        """Begins a step, and discards the gradients of one that did not end. Collective if there is one."""
+        """Begins a step. Discards the gradients of a step that did not end, which is collective."""
         for sink in self.sinks:
             sink.run_last(microbatches)
         self._given_up = self._unfinished
@@ -129,16 +129,16 @@ class Reducer:
         self._unfinished = True
 
     def give_up(self) -> None:
-        """Gives up the step that is under way, after an error. Recovers at once, for the program may call collectives;
-        if parameters are sliced, later, for another rank may wait for a gather."""
+        """Discards the current step after an error. Calls `recover` at once, since the program may call collectives
+        next; with sliced parameters the engine calls it later, since another rank may wait for a gather."""
         self._given_up = self._unfinished
         if not self.layout.slices_parameters:
-            with suppress(RuntimeError):  # the first error is the one to be seen
+            with suppress(RuntimeError):  # so that the first error is raised
                 self.recover()
 
     def recover(self) -> None:
-        """Sends the remaining buckets of a given-up step of a wrapped module: so ranks that failed at different points
-        have called the same collectives. Call it before any other. Not with `early`, which would apply them."""
+        """Sends the remaining buckets of a discarded step of a wrapped module, so that ranks that failed at different
+        points have called the same collectives. Call it before any other. Not with `early`, which would apply them."""
         if not (self._given_up and self.dynamic and self.early is None):
             return
         self._given_up = self._unfinished = False

@@ -181,7 +181,7 @@ def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:
 
 
 def describe_rate(optim: OptimConfig, steps: int) -> str:
-    """Returns the learning-rate schedule in words."""
+    """Returns a description of the learning-rate schedule for the log."""
     end, warmup = _end_and_warmup(optim, steps)
     warm = f"warm-up over {warmup} of {steps} steps to {optim.lr:g}" if warmup else f"{optim.lr:g}"
     return f"{warm}, then {optim.schedule}" + ("" if optim.schedule == "constant" else f" to {end:g}")

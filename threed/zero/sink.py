@@ -53,10 +53,10 @@ class Sink:
         self.expected, self.received, self.late = self.uses * passes, 0, 0
 
     def run_last(self, microbatches: int) -> None:
-        """Moves the sink's hook behind the user's post-accumulate hooks, which read and change `param.grad`.
+        """Moves the sink's hook behind the post-accumulate hooks of the user, which read and change `param.grad`.
 
         Raises:
-            RuntimeError: there are such hooks, and several micro-batches, of which `param.grad` never has the sum.
+            RuntimeError: there are such hooks and several micro-batches, whose sum `param.grad` never has.
         """
         hooks = self.slot.param._post_accumulate_grad_hooks
         if self.hook is None or hooks is None or len(hooks) < 2:
@@ -185,9 +185,9 @@ class Sink:
 
 @dataclass(eq=False)
 class Queue:
-    """Buckets in the order they are sent: those of one chunk of the model, or of parameters that several chunks share.
+    """The buckets of one chunk of the model, or of parameters that several chunks share, in the order of sending.
 
-    begun: how many have been sent in this round. passes: backwards of these chunks that have not ended yet.
+    begun: the number sent in this round. passes: backwards of these chunks that have not ended yet.
     """
 
     chunks: tuple[int, ...]

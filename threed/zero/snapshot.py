@@ -76,7 +76,7 @@ def _size(places: Iterable[Tensor | OnDrive]) -> int:
 def is_copied(state: State, policy: Policy, gpu: bool) -> bool:
     """Whether a state is copied where there is memory for all: it is on the device, and changes, or is on a GPU."""
     group = state.bucket.group
-    parameters = policy.delayed and PREVIOUS in state.storages  # the optimizer's tier does not hold these
+    parameters = policy.delayed and PREVIOUS in state.storages  # not on the optimizer's tier
     if group.key.trainable and not parameters:
         return policy.optimizer_tier is None
     return gpu and not (group.sliced and policy.params_tier is not None)

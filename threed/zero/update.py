@@ -46,8 +46,12 @@ class Before:
     limit: Tensor | None = None
 
     def with_sums(self, sums: Tensor) -> Update:
-        """Returns the results where the sums over all ranks are these: the squared norm, gradients that are not finite,
-        and the carry: the loss, and flags of invalid data (not 0: the step is skipped), fp64 [3 + k]."""
+        """Returns the results of a step.
+
+        Args:
+            sums: over all ranks, fp64 [3 + k]: the squared norm, ranks with gradients that are not finite, the loss,
+                and k flags of invalid data, which skip the step if they are not 0.
+        """
         norm = sums[0].sqrt() / self.loss_scale
         finite = (sums[1] == 0) & torch.isfinite(norm) & torch.isfinite(sums[2])
         invalid = (sums[3:] != 0).any()
