@@ -56,12 +56,13 @@ def pytest_configure(config: pytest.Config) -> None:
 # The files that take longest, longest first: they begin first, so that two workers end together; all are slow.
 LONGEST = (
     "test_benchmarks_gpu", "test_equivalence", "test_compile", "test_bytes", "test_faults", "test_elastic",
-    "test_elastic_agents", "test_wheel", "test_late", "test_static", "test_schedules_training", "test_pretend",
+    "test_wrapped_access", "test_diagnostics", "test_elastic_agents", "test_fuzz", "test_wheel", "test_late", "test_static", "test_schedules_training", "test_pretend",
     "test_zero_memory", "test_pretrain", "test_footprint", "test_verify", "test_cuda_engine", "test_recompute_memory",
     "test_zero_wrapped", "test_zero_offload", "test_users_models", "test_planted", "test_executor",
     "test_zero_offload_wrapped", "test_recompute", "test_zero_optimizers", "test_benchmarks", "test_step",
     "test_checkpoint_resume", "test_zero_layout", "test_wrapped_models", "test_forecast", "test_schedules_torch",
-    "test_step_weights", "test_precision", "test_trace", "test_layer_major", "test_optimistic", "test_norm",
+    "test_tokenizer_layouts", "test_deepspeed_errors", "test_gradient_hooks", "test_resuming", "test_step_weights",
+    "test_precision", "test_trace", "test_layer_major", "test_optimistic", "test_norm",
     "test_scale", "test_own_models", "test_boundary", "test_wrapped_elsewhere", "test_zero_resume", "test_data_samples",
     "test_users_probes", "test_zero_tile", "test_chunks", "test_deepspeed_offload_run", "test_precision_wire",
     "test_layers", "test_zero_offload_memory", "test_loss_chunks", "test_checkpoint_retention",
