@@ -56,7 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
 # The files that take longest, longest first: they begin first, so that two workers end together; all are slow.
 LONGEST = (
     "test_benchmarks_gpu", "test_equivalence", "test_compile", "test_bytes", "test_faults", "test_elastic",
-    "test_wrapped_access", "test_diagnostics", "test_elastic_agents", "test_fuzz", "test_wheel", "test_late", "test_static", "test_schedules_training", "test_pretend",
+    "test_wrapped_access", "test_diagnostics", "test_elastic_agents", "test_fuzz", "test_wheel", "test_late",
+    "test_static", "test_schedules_training", "test_pretend",
     "test_zero_memory", "test_pretrain", "test_footprint", "test_verify", "test_cuda_engine", "test_recompute_memory",
     "test_zero_wrapped", "test_zero_offload", "test_users_models", "test_planted", "test_executor",
     "test_zero_offload_wrapped", "test_recompute", "test_zero_optimizers", "test_benchmarks", "test_step",
