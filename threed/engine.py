@@ -143,7 +143,7 @@ class Engine:
             return None
         self.wrapped.initialised(self.topology.device, self.batches.dtype)
         self.reducer.unused = self.optimizer.unused = Unused(self.layout, self.optimizer.updates)
-        self.changes = Changes(self.layout, self.optimizer, self.gatherer)
+        self.changes = Changes(self.wrapped.module, self.layout, self.optimizer, self.gatherer)
         w, ahead = self.wrapped, self.config.zero.prefetch
         return Hooks(w.module, w.units, self.layout, self.gatherer, self.reducer, ahead)
 
@@ -190,6 +190,12 @@ class Engine:
             self.reducer.begin(microbatches)
         self._begun, self._backwards_s = True, 0.0
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an Engine cannot be copied or pickled: write it with engine.save(path), or copy engine.module inside `with"
+            " engine.gathered():`"
+        )
+
     @property
     def module(self) -> nn.Module:
         """The wrapped module; called between `begin` and `update`, it gathers its parameters as it runs."""
@@ -225,11 +231,15 @@ class Engine:
         times = [time.perf_counter()]
         self._begun = False
         self._take_in()
+        if self.changes is not None:
+            self.changes.check_frozen()
         check_scales(self.config.precision.dtype, self.layout.slots)
         gradients = self.reducer.finish()
         times.append(time.perf_counter())
         self.buffers.end_step()  # refuses what must not change, while nothing is updated
         update = self.optimizer.step(gradients, self.faults.appended_to(loss))
+        if self.wrapped is not None and compiling.in_use():  # what is in flight cannot be traced
+            self.gatherer.settle()
         times.append(time.perf_counter())
         return self._metrics(update, tokens, (self._backwards_s, times[1] - times[0], times[2] - times[1]))
 
@@ -287,6 +297,9 @@ class Engine:
     def gathered(self) -> Iterator[nn.Module]:
         """The wrapped module, whole between steps, to read or (alike on all ranks) to change parameters. Collective."""
         module = self.module
+        if self.gatherer.is_held(BY_HAND):  # the block around this one keeps them
+            yield module
+            return
         self._take_in()
         self.optimizer.settle()
         self.gatherer.open_all(BY_HAND)

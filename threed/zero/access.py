@@ -24,9 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from threed.zero.layout import Group, Slot
 
+UNTRACED = (
+    "parameters of a threed engine are gathered here, which torch.compile cannot trace: compile without fullgraph=True,"
+    " or train below ZeRO stage 3"
+)
 PINNED = -5  # the holder of groups that stay gathered until the pass has ended
 
 
@@ -68,13 +73,14 @@ class Access:
 
     def guard(self, on: bool) -> None:
         """Gives the parameter the class for values that are absent or in flight, or the one for values in memory."""
+        self.absent = on
         kind = AbsentParameter if on else GuardedParameter if self.always else None
         self.slot.param.__class__ = self.own_class if kind is None else _combined(kind, self.own_class)
 
     def watch(self, on: bool) -> None:
         """Guards the parameter, and views that are taken of it, while its values can be read, or ends that."""
         self.always = on or self.sheltered
-        self.guard(False)
+        self.guard(self.absent)
 
     def require(self) -> None:
         """Makes the values readable; RuntimeError naming the parameter if they are not in memory."""
@@ -128,6 +134,12 @@ def undisturbed() -> AbstractContextManager[Any]:
     return stack
 
 
+def unseen() -> AbstractContextManager[Any]:
+    """Returns a context in which the program's dispatch modes see nothing: selective checkpointing expects of a
+    recomputation the operations of the forward, and no gathers."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
 def _methods(names: str) -> set[Any]:
     return {getattr(Tensor, name) for name in names.split()}
 
@@ -152,7 +164,7 @@ _METADATA: set[Any] = {
 # Functions that hand out memory, which may then be written without the parameter's version being incremented.
 _EXPORTS: set[Any] = {
     Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr,  # type: ignore[attr-defined]
-    Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.share_memory_,
+    Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.share_memory_, Tensor.as_subclass,
 }  # fmt: skip
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 
@@ -238,12 +250,26 @@ class WatchedParameter(_Managed):
         Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
 
 
-class GuardedParameter(_Managed):
+class _Guarded(Tensor):
+    """The methods of tensors that do not call `__torch_function__`."""
+
+    def as_subclass(self, cls: Any) -> Any:
+        return _call(Tensor.as_subclass, Tensor.as_subclass, (self, cls), {})
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        return _call(Tensor.set_, Tensor.set_, (self, *args), kwargs)
+
+
+class GuardedParameter(_Guarded, _Managed):
     """A parameter whose values are made readable when a function of torch is called on it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.graph_break(msg=UNTRACED)
+        if func is torch.autograd.grad:
+            return func(args[0], [_edge(part) for part in args[1]], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **kwargs)
@@ -253,10 +279,18 @@ class GuardedParameter(_Managed):
             return _call(lambda *a, **k: own(func, types, a, k), func, args, kwargs)
 
 
+def _edge(tensor: Any) -> Any:
+    """Returns where the gradient of a guarded parameter arrives in the graph; other tensors as they are."""
+    if not (isinstance(tensor, GuardedParameter) and tensor.requires_grad):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.graph.get_gradient_edge(tensor)
+
+
 def plain(view: Tensor) -> Tensor:
     """Returns a tensor without its guard."""
     with torch._C.DisableTorchFunctionSubclass():
-        return view.as_subclass(Tensor)
+        return Tensor.as_subclass(view, Tensor)
 
 
 def _strides(param: Tensor) -> tuple[int, ...]:
@@ -303,7 +337,7 @@ def _opened(param: Any) -> tuple[list[Any], None]:
     return [param], None
 
 
-class GuardedView(Tensor):
+class GuardedView(_Guarded):
     """A tensor that shares memory with a guarded parameter."""
 
     access: Access

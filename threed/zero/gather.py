@@ -17,8 +17,9 @@ reading this rank's slices, and the all-gather, which begins when the next group
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,10 +31,21 @@ from threed.collectives import Pending
 from threed.device import beside, copy_stream, current_stream
 from threed.memory.tiers import InMemory, StagedBuffer
 from threed.topology import Axis
-from threed.zero.access import Access, storage_of, undisturbed
+from threed.zero.access import Access, storage_of, undisturbed, unseen
 from threed.zero.layout import Bucket, Group, Layout, Slot
 
 TILE, BY_HAND = -3, -4  # holders beside units, which are numbers >= 0: a tile's layer; `Engine.gathered`
+
+
+def _aside(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Hides what a gatherer of a wrapped module's parameters does from the dispatch modes of the module."""
+
+    @functools.wraps(method)
+    def run(self: Gatherer, *args: Any) -> Any:
+        with unseen() if self.wrapped else nullcontext():
+            return method(self, *args)
+
+    return run
 
 
 class Saved:
@@ -205,13 +217,18 @@ class Gatherer:
         """Returns whether a sliced group is whole, or in flight."""
         return group in self._holders
 
+    def is_held(self, holder: int) -> bool:
+        """Returns whether some sliced group is kept whole for `holder`."""
+        return any(holder in holders for holders in self._holders.values())
+
     def require(self, group: Group, slot: Slot) -> None:
         """Waits until a sliced group is whole, after gathering it if the program is where that can be done on all
         ranks; RuntimeError naming the parameter elsewhere."""
         self.wanted(group)
         if not self.is_open(group):
             where = (
-                "in its module's forward, or between steps inside `with engine.gathered():`; engine.full_state_dict()"
+                "in its module's forward, or between steps inside `with engine.gathered():` (which a step, an evaluation or a save in it ends);"
+                " engine.full_state_dict()"
                 if self.wrapped else "in the layer that registers it; engine.full_state_dict()"
             )  # fmt: skip
             raise RuntimeError(
@@ -220,6 +237,7 @@ class Gatherer:
             )
         self.wait(group)
 
+    @_aside
     def open(self, group: Group, holder: int) -> None:
         """Begins to gather a sliced group, and keeps it whole for `holder`."""
         if group not in self._holders:
@@ -256,6 +274,7 @@ class Gatherer:
         return tensor if place is None else Saved(*place, tensor)
 
     @torch.compiler.disable
+    @_aside
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
@@ -308,6 +327,7 @@ class Gatherer:
 
         return Pending(finish)
 
+    @_aside
     def wait(self, group: Group) -> None:
         """Waits for the gather of a group."""
         if group in self._reading:
@@ -327,6 +347,7 @@ class Gatherer:
             if not holders:
                 self._free(group)
 
+    @_aside
     def _free(self, group: Group) -> None:
         self.wait(group)  # a gather in flight still writes into it
         del self._holders[group]

@@ -45,6 +45,11 @@ class Unused:
         self._since: dict[Slot, Tensor] = {}  # for parameters first used after the first step
         self._first = True
 
+    @property
+    def never(self) -> set[Slot]:
+        """The parameters that no rank has used so far."""
+        return {self._slots[number] for number in self._never}
+
     def agree(self, used: Set[Slot]) -> None:
         """Updates the record from what this rank and the others have used so far. Collective while any parameter is
         unused."""
