@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from threed.zero.layout import Group, Slot
 
 UNTRACED = (
-    "parameters of a threed engine are gathered here, which torch.compile cannot trace: compile without fullgraph=True,"
-    " or train below ZeRO stage 3"
+    "parameters of a threed engine are gathered here, which torch.compile cannot trace: compile without fullgraph=True"
+    " (below ZeRO stage 3 it works outside of engine.gathered())"
 )
 PINNED = -5  # the holder of groups that stay gathered until the pass has ended
 
@@ -225,6 +225,14 @@ class _Managed(nn.Parameter):
     """A parameter that an engine manages. Copies and pickles of it are plain parameters."""
 
     access: Access
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "access":
+            raise RuntimeError(
+                f"a parameter of shape {list(self.size())} was exchanged with another one (torch.utils.swap_tensors) after"
+                " the engine was made: change its values in place (param.copy_) instead"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(plain(self.detach()).clone(), self.requires_grad)

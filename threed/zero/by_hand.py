@@ -126,7 +126,7 @@ class Changes:
 
 def _check_structure(module: nn.Module, layout: Layout) -> None:
     """Raises RuntimeError naming a parameter that the module has lost or got since the engine was made."""
-    managed = {id(slot.param): slot.spec.name for slot in layout.slots}
+    managed = {id(slot.param): slot.spec.name for slot in layout.slots if "access" in vars(slot.param)}
     found = {id(param) for param in _parameters(module)}
     if found == managed.keys():
         return
