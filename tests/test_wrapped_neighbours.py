@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str, tuple[int, ...]]] = {
     "unfreeze": (unfreeze, r"blocks\.0\.weight was unfrozen.*would not be trained", EVERY),
     "remove": (remove, r"blocks\.2\.(weight|bias) was replaced by another parameter, or removed", EVERY),
     "exchange": (exchange, r"\[6, 6\] was exchanged|blocks\.1\.weight.*came into the module", EVERY),
-    "duplicate": (duplicate, r"an Engine cannot be copied or pickled.*engine\.save", EVERY),
+    "duplicate": (duplicate, r"an Engine, which has one, cannot be copied or pickled.*engine\.save", EVERY),
     "set": (set_storage, r"blocks\.1\.weight is sharded", SHARDED),
     "as a plain tensor": (use_plain, r"blocks\.1\.weight is sharded", SHARDED),
     "fullgraph": (compile_whole, r"gathered here.*without fullgraph=True", SHARDED),

@@ -84,8 +84,7 @@ class Engine:
         if self.wrapped is not None:
             activation_checkpointing.enable(self.wrapped.module, config)
         self.changes: Changes | None = None
-        self.steps = self.consumed = 0
-        self._begun = False
+        self.steps, self.consumed, self._begun = 0, 0, False
         self._numbers: Later | None = None  # of the last step
         agreement.check_configuration(config, topology.axis("world"))
         self.config, blueprint = draw(self.model, topology, config, wrapped=self.wrapped is not None)
@@ -190,12 +189,6 @@ class Engine:
             self.reducer.begin(microbatches)
         self._begun, self._backwards_s = True, 0.0
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "an Engine cannot be copied or pickled: write it with engine.save(path), or copy engine.module inside `with"
-            " engine.gathered():`"
-        )
-
     @property
     def module(self) -> nn.Module:
         """The wrapped module; called between `begin` and `update`, it gathers its parameters as it runs."""
@@ -231,15 +224,11 @@ class Engine:
         times = [time.perf_counter()]
         self._begun = False
         self._take_in()
-        if self.changes is not None:
-            self.changes.check_frozen()
         check_scales(self.config.precision.dtype, self.layout.slots)
         gradients = self.reducer.finish()
         times.append(time.perf_counter())
         self.buffers.end_step()  # refuses what must not change, while nothing is updated
         update = self.optimizer.step(gradients, self.faults.appended_to(loss))
-        if self.wrapped is not None and compiling.in_use():  # what is in flight cannot be traced
-            self.gatherer.settle()
         times.append(time.perf_counter())
         return self._metrics(update, tokens, (self._backwards_s, times[1] - times[0], times[2] - times[1]))
 
@@ -296,16 +285,14 @@ class Engine:
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """The wrapped module, whole between steps, to read or (alike on all ranks) to change parameters. Collective."""
-        module = self.module
-        if self.gatherer.is_held(BY_HAND):  # the block around this one keeps them
-            yield module
+        if self.gatherer.is_held(BY_HAND):
+            yield self.module  # which the block around this one keeps
             return
         self._take_in()
         self.optimizer.settle()
-        self.gatherer.open_all(BY_HAND)
         try:
-            with self.gatherer.watching():
-                yield module
+            with self.gatherer.by_hand():
+                yield self.module
         finally:
             self._take_in()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 
 from torch import nn
@@ -27,13 +26,6 @@ def compile_layers(layers: Iterable[nn.Module], model: Iterable[nn.Module], run:
     for layer in layers:
         if _compilable(layer):
             compile_layer(layer, run.compile_backend)
-
-
-def in_use() -> bool:
-    """Returns whether the program has functions or modules that torch.compile compiles."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    backends = {} if frames is None else vars(frames).get("cached_backends", {})
-    return any(backend is not None for backend in backends.values())
 
 
 def _compilable(layer: nn.Module) -> bool:

@@ -16,6 +16,7 @@ while a tensor shares it: `Group.allocate` makes a new one, and Python frees the
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
@@ -106,6 +107,13 @@ class Access:
             out.__class__ = GuardedView
             out.access, out.buffer, out.version = self, self.group.params, self.gatherer.version  # type: ignore[attr-defined]
         return out
+
+
+def compiles() -> bool:
+    """Returns whether the program has functions or modules that torch.compile compiles."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    backends = {} if frames is None else vars(frames).get("cached_backends", {})
+    return any(backend is not None for backend in backends.values())
 
 
 def storage_of(tensor: Tensor | None) -> int:
@@ -229,8 +237,8 @@ class _Managed(nn.Parameter):
     def __getattr__(self, name: str) -> Any:
         if name == "access":
             raise RuntimeError(
-                f"a parameter of shape {list(self.size())} was exchanged with another one (torch.utils.swap_tensors) after"
-                " the engine was made: change its values in place (param.copy_) instead"
+                f"a parameter of shape {list(self.size())} was exchanged with another one (torch.utils.swap_tensors)"
+                " after the engine was made: change its values in place (param.copy_) instead"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

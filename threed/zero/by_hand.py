@@ -20,11 +20,6 @@ from threed.zero.layout import Bucket, Group, Layout, Slot, point
 from threed.zero.optimizer import Optimizer
 from threed.zero.state import WEIGHT, State, store_all
 
-_FROZEN = (
-    "{} {} (requires_grad) after the engine was made, and {}: set requires_grad back before the update, or save, and load"
-    " into a new engine"
-)
-
 
 class Changes:
     """Tracks changes of a wrapped module's parameters, and copies them to slices and master weights."""
@@ -94,19 +89,6 @@ class Changes:
         if self._to_masters:
             self._update_masters()
 
-    def check_frozen(self) -> None:
-        """Raises RuntimeError naming a parameter that was frozen, or is trained, since the engine was made. One that was
-        frozen before its first use stays as it is."""
-        unused = self.optimizer.unused.never if self.optimizer.unused is not None else frozenset()
-        with torch._C.DisableTorchFunctionSubclass():
-            for group in self.layout.groups:
-                for slot in group.slots if group.key.trainable else ():
-                    if not slot.param.requires_grad and slot not in unused:
-                        raise RuntimeError(_FROZEN.format(slot.spec.name, "was frozen", "its moments would move it"))
-                for slot in () if group.key.trainable else group.slots:
-                    if slot.param.requires_grad:
-                        raise RuntimeError(_FROZEN.format(slot.spec.name, "was unfrozen", "it would not be trained"))
-
     def _update_masters(self) -> None:
         slot = next(iter(self._to_masters.values()))
         if self.optimizer.delayed is not None:
@@ -138,8 +120,8 @@ def _check_structure(module: nn.Module, layout: Layout) -> None:
             " its values in place (param.copy_) instead"
         )
     raise RuntimeError(
-        f"{new[0]} came into the module after the engine was made, which would neither train nor save it: add it before,"
-        " make a new engine, or keep it outside the module"
+        f"{new[0]} came into the module after the engine was made, which would neither train nor save it: add it"
+        " before, make a new engine, or keep it outside the module"
     )
 
 

@@ -31,7 +31,7 @@ from threed.collectives import Pending
 from threed.device import beside, copy_stream, current_stream
 from threed.memory.tiers import InMemory, StagedBuffer
 from threed.topology import Axis
-from threed.zero.access import Access, storage_of, undisturbed, unseen
+from threed.zero.access import Access, compiles, storage_of, undisturbed, unseen
 from threed.zero.layout import Bucket, Group, Layout, Slot
 
 TILE, BY_HAND = -3, -4  # holders beside units, which are numbers >= 0: a tile's layer; `Engine.gathered`
@@ -154,6 +154,8 @@ class Gatherer:
             self._published[bucket] = collectives.start_all_gather(bucket.own, self.axis, out=window)
             for slot in bucket.slots():
                 self.accesses[slot].guard(True)
+            if self.wrapped and compiles():  # what is in flight cannot be traced
+                self._wait_for((bucket,))
 
     def wait_for(self, slot: Slot) -> None:
         """Waits until one parameter that stays whole is gathered."""
@@ -226,14 +228,15 @@ class Gatherer:
         ranks; RuntimeError naming the parameter elsewhere."""
         self.wanted(group)
         if not self.is_open(group):
-            where = (
-                "in its module's forward, or between steps inside `with engine.gathered():` (which a step, an evaluation or a save in it ends);"
-                " engine.full_state_dict()"
-                if self.wrapped else "in the layer that registers it; engine.full_state_dict()"
-            )  # fmt: skip
+            where = "in the layer that registers it"
+            if self.wrapped:
+                where = (
+                    "in its module's forward, or between steps inside `with engine.gathered():` (which a step, an"
+                    " evaluation or a save in it ends)"
+                )
             raise RuntimeError(
                 f"{slot.spec.name} is sharded (ZeRO stage 3), and its values are not in memory here: read or change it"
-                f" {where} returns all values"
+                f" {where}; engine.full_state_dict() returns all values"
             )
         self.wait(group)
 
@@ -258,8 +261,9 @@ class Gatherer:
             self.wait(group)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Guards all parameters, and views that are taken of them, inside the block."""
+    def by_hand(self) -> Iterator[None]:
+        """Gathers all sliced groups, and guards all parameters, and views that are taken of them, inside the block."""
+        self.open_all(BY_HAND)
         for access in self.accesses.values():
             access.watch(True)
         try:
