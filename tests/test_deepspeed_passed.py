@@ -112,6 +112,20 @@ def test_a_change_of_an_optimizer_after_it_was_read_is_refused(name: str) -> Non
         passed.check()
 
 
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_hooks_of_a_passed_optimizer_are_refused(register: str) -> None:
+    optimizer = torch.optim.AdamW(small().parameters())
+    passed = PassedOptimizer(optimizer)
+    passed.check()
+    getattr(optimizer, register)(lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"hooks for its steps.* call engine\.step\(\) and your function"):
+        passed.check()
+    fresh = torch.optim.AdamW(small().parameters())
+    getattr(fresh, register)(lambda *_: None)
+    with pytest.raises(ConfigError, match=r"hooks for its steps.* call engine\.step\(\) and your function"):
+        read_optimizer(fresh)
+
+
 def test_other_changes_of_a_passed_optimizer_are_refused() -> None:
     optimizer = torch.optim.SGD(small().parameters(), lr=0.1)
     passed = PassedOptimizer(optimizer)

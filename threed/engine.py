@@ -84,8 +84,7 @@ class Engine:
         if self.wrapped is not None:
             activation_checkpointing.enable(self.wrapped.module, config)
         self.changes: Changes | None = None
-        self.steps = self.consumed = 0
-        self._begun = False
+        self.steps, self.consumed, self._begun = 0, 0, False
         self._numbers: Later | None = None  # of the last step
         agreement.check_configuration(config, topology.axis("world"))
         self.config, blueprint = draw(self.model, topology, config, wrapped=self.wrapped is not None)
@@ -143,7 +142,7 @@ class Engine:
             return None
         self.wrapped.initialised(self.topology.device, self.batches.dtype)
         self.reducer.unused = self.optimizer.unused = Unused(self.layout, self.optimizer.updates)
-        self.changes = Changes(self.layout, self.optimizer, self.gatherer)
+        self.changes = Changes(self.wrapped.module, self.layout, self.optimizer, self.gatherer)
         w, ahead = self.wrapped, self.config.zero.prefetch
         return Hooks(w.module, w.units, self.layout, self.gatherer, self.reducer, ahead)
 
@@ -286,13 +285,14 @@ class Engine:
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """Yields the wrapped module with all parameters gathered. Changes must be the same on all ranks. Collective."""
-        module = self.module
+        if self.gatherer.is_held(BY_HAND):
+            yield self.module  # which the block around this one keeps gathered
+            return
         self._take_in()
         self.optimizer.settle()
-        self.gatherer.open_all(BY_HAND)
         try:
-            with self.gatherer.guarded_views():
-                yield module
+            with self.gatherer.by_hand():
+                yield self.module
         finally:
             self._take_in()
 

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -151,6 +152,12 @@ class Topology:
         start(self.device, timeout)
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self._set_up(Grid.of(world, pp=pp, dp=dp, cp=cp, tp=tp), rank, groups=True)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a Topology, and an Engine, which has one, cannot be copied or pickled: write an engine with"
+            " engine.save(path), or copy engine.module inside `with engine.gathered():`"
+        )
 
     @classmethod
     def drawn(cls, grid: Grid, rank: int) -> Topology:

@@ -17,6 +17,7 @@ NO_SCHEDULERS = (
     "initialize reads an optimizer's values once, and the engine makes the steps; pass one without a scheduler, and"
     ' write the config\'s "scheduler" (WarmupLR, WarmupDecayLR or WarmupCosineLR)'
 )
+NO_HOOKS = "remove them, and call engine.step() and your function one after the other"
 DECOUPLED = "decoupled_weight_decay"
 HYPER_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.0, "dampening": 0}
 HYPER = frozenset((*HYPER_DEFAULTS, "nesterov", "amsgrad", "maximize"))
@@ -52,6 +53,8 @@ def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
         raise ConfigError([f"optimizer: a learning rate scheduler drives it: {NO_SCHEDULERS}"])
     if optimizer.state:
         raise ConfigError(["optimizer: has made steps, and its moments would be lost: pass a fresh one"])
+    if has_hooks(optimizer):
+        raise ConfigError([f"optimizer: it has hooks for its steps, which the engine would not call: {NO_HOOKS}"])
     name, keys = READ[type(optimizer)]
     first, *others = optimizer.param_groups
     if differ := [key for key in (*keys, DECOUPLED) if any(group.get(key) != first.get(key) for group in others)]:
@@ -81,7 +84,7 @@ class PassedOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._read = self._values()
-        optimizer.register_step_pre_hook(_refuse_step)
+        self._own = optimizer.register_step_pre_hook(_refuse_step).id
 
     def check(self) -> None:
         """Raises RuntimeError if the values of a group have changed, or a scheduler was made for the optimizer."""
@@ -94,10 +97,20 @@ class PassedOptimizer:
             raise RuntimeError("add_param_group on the passed optimizer: pass all groups to initialize")
         if is_scheduled(self._optimizer):
             raise RuntimeError(f"a learning rate scheduler was made for the passed optimizer: {NO_SCHEDULERS}")
+        if has_hooks(self._optimizer, self._own):
+            raise RuntimeError(
+                f"the passed optimizer was given hooks for its steps, which the engine does not call: {NO_HOOKS}"
+            )
 
     def _values(self) -> list[dict[str, Any]]:
         keys = ("lr", "weight_decay", *READ[type(self._optimizer)][1])
         return [{key: _plain(group.get(key)) for key in keys} for group in self._optimizer.param_groups]
+
+
+def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
+    """Returns whether an optimizer has hooks for its steps, other than its `own`."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return bool({*before, *after} - {own})
 
 
 def _plain(value: Any) -> Any:

@@ -224,6 +224,13 @@ def check(module: nn.Module) -> None:
             raise ValueError(f"{name} has no shape yet: run the module once before it is wrapped")
         if not param.is_floating_point():
             raise ValueError(f"{name} is {param.dtype}: only real floating-point parameters can be trained or sliced")
+    if scripted := [
+        name or type(part).__name__ for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)
+    ]:
+        raise ValueError(
+            f"{few(scripted)}: compiled by torch.jit, which reads parameters where no engine can gather them: pass the"
+            " module as it was before torch.jit.script or trace, and script it after training"
+        )
     check_dense((params | buffers).items())
     _check_one_dtype(params)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,10 @@ from threed.zero.layout import Group, Slot
 
 # The holder (`Gatherer.open`) of groups that a transform of `torch.func` uses; they stay gathered until the pass ends.
 FUNC_TRANSFORM = -5
+UNTRACED = (
+    "parameters of a threed engine are gathered here, which torch.compile cannot trace: compile without fullgraph=True"
+    " (below ZeRO stage 3 it works outside of engine.gathered())"
+)
 
 
 class Gatherer(Protocol):
@@ -81,13 +85,14 @@ class Access:
     def guard(self, on: bool) -> None:
         """Sets the parameter's class: with `on` the class for sharded values and values in flight, else the class for
         values in memory."""
+        self.absent = on
         kind = AbsentParameter if on else GuardedParameter if self.guards_views else None
         self.slot.param.__class__ = self.own_class if kind is None else _guarded_class(kind, self.own_class)
 
     def guard_views(self, on: bool) -> None:
         """Starts or stops guarding the gathered parameter and the views that are taken of it."""
         self.guards_views = on or self.exposed
-        self.guard(False)
+        self.guard(self.absent)
 
     def require(self) -> None:
         """Gathers the parameter, or waits for its gather.
@@ -123,21 +128,6 @@ class Access:
         return out
 
 
-def without_transforms() -> AbstractContextManager[Any]:
-    """Returns a context that suspends inference mode and transforms of `torch.func`, so that gathers write plain
-    tensors."""
-    transformed, inferring = torch._C._functorch.peek_interpreter_stack() is not None, torch.is_inference_mode_enabled()
-    if not (transformed or inferring):
-        return nullcontext()
-    stack = ExitStack()
-    if transformed:
-        stack.enter_context(torch._C._DisableFuncTorch())
-    if inferring:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-    return stack
-
-
 def _methods(names: str) -> set[Any]:
     return {getattr(Tensor, name) for name in names.split()}
 
@@ -161,7 +151,7 @@ _METADATA: set[Any] = {
 # Functions that return memory, which the program can then write without incrementing the parameter's version.
 _EXPORTS: set[Any] = {
     Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr,  # type: ignore[attr-defined]
-    Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.share_memory_,
+    Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.share_memory_, Tensor.as_subclass,
 }  # fmt: skip
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 
@@ -226,6 +216,14 @@ class _Managed(nn.Parameter):
 
     access: Access
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "access":
+            raise RuntimeError(
+                f"a parameter of shape {list(self.size())} was exchanged with another one (torch.utils.swap_tensors)"
+                " after the engine was made: change its values in place (param.copy_) instead"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(plain(self.detach()).clone(), self.requires_grad)
         memo[id(self)] = copied
@@ -250,12 +248,26 @@ class WatchedParameter(_Managed):
         Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
 
 
-class GuardedParameter(_Managed):
+class _Guarded(Tensor):
+    """The methods of tensors that do not call `__torch_function__`."""
+
+    def as_subclass(self, cls: Any) -> Any:
+        return _call(Tensor.as_subclass, Tensor.as_subclass, (self, cls), {})
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        return _call(Tensor.set_, Tensor.set_, (self, *args), kwargs)
+
+
+class GuardedParameter(_Guarded, _Managed):
     """A parameter that is gathered, or waited for, when a torch function is called on it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.graph_break(msg=UNTRACED)
+        if func is torch.autograd.grad:
+            return func(args[0], [_edge(part) for part in args[1]], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **kwargs)
@@ -265,10 +277,18 @@ class GuardedParameter(_Managed):
             return _call(lambda *a, **k: own(func, types, a, k), func, args, kwargs)
 
 
+def _edge(tensor: Any) -> Any:
+    """Returns where the gradient of a guarded parameter arrives in the graph; other tensors as they are."""
+    if not (isinstance(tensor, GuardedParameter) and tensor.requires_grad):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.graph.get_gradient_edge(tensor)
+
+
 def plain(view: Tensor) -> Tensor:
     """Returns a tensor without its guard: a plain `torch.Tensor` that shares its memory."""
     with torch._C.DisableTorchFunctionSubclass():
-        return view.as_subclass(Tensor)
+        return Tensor.as_subclass(view, Tensor)
 
 
 def _strides(param: Tensor) -> tuple[int, ...]:
@@ -332,7 +352,7 @@ def _flatten_absent(param: Any) -> tuple[list[Any], None]:
     return [param], None
 
 
-class GuardedView(Tensor):
+class GuardedView(_Guarded):
     """A tensor that shares memory with a guarded parameter.
 
     access: that of the parameter. buffer, version: the group's buffer, and the version of the values, when the view was

@@ -1,6 +1,6 @@
 """Parameters that the program changes itself: an EMA teacher, clipped weights, renormalised embeddings.
 
-    changes = Changes(layout, optimizer, gatherer)      tracks every change from now on
+    changes = Changes(module, layout, optimizer, gatherer)      tracks every change from now on
     changes.take_in()                                   call it before an update, and before states are read or written
 
 A change in place increments the parameter's version, and its class records accesses to `.data`. So changes are known
@@ -10,7 +10,10 @@ copied into the flat buffer; a separate master weight takes over values that dif
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from torch import nn
 
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Bucket, Group, Layout, Slot, point
@@ -21,7 +24,8 @@ from threed.zero.state import WEIGHT, State, store_all
 class Changes:
     """Tracks changes of a wrapped module's parameters, and copies them to slices and master weights."""
 
-    def __init__(self, layout: Layout, optimizer: Optimizer, gatherer: Gatherer) -> None:
+    def __init__(self, module: nn.Module, layout: Layout, optimizer: Optimizer, gatherer: Gatherer) -> None:
+        self.module = module
         self.layout, self.optimizer, self.gatherer = layout, optimizer, gatherer
         self._versions: dict[Slot, int] = {}
         self._apart = {state.bucket: state for state in optimizer.states if not state.shared}
@@ -77,8 +81,8 @@ class Changes:
     def take_in(self) -> None:
         """Copies all changes so far to the states; RuntimeError naming a parameter for which that is impossible.
         Sliced groups must have been released."""
+        _check_structure(self.module, self.layout)
         for group in self.layout.groups:
-            _check_places(group)
             if not group.sliced and (changed := self._changed(group)):
                 for bucket in group.buckets:
                     self._masters_follow(bucket, changed[0])
@@ -102,11 +106,32 @@ class Changes:
             store_all(buffers)
 
 
-def _check_places(group: Group) -> None:
-    for slot in group.slots:
-        for owner, attribute in slot.places:
-            if owner._parameters.get(attribute) is not slot.param:
-                raise RuntimeError(
-                    f"{slot.spec.name} was replaced by another parameter, or removed, after the engine was made: change"
-                    " its values in place (param.copy_) instead"
-                )
+def _check_structure(module: nn.Module, layout: Layout) -> None:
+    """Raises RuntimeError naming a parameter that the module has lost or got since the engine was made."""
+    managed = {id(slot.param): slot.spec.name for slot in layout.slots if "access" in vars(slot.param)}
+    found = {id(param) for param in _parameters(module)}
+    if found == managed.keys():
+        return
+    lost = [name for key, name in managed.items() if key not in found]
+    new = [name for name, param in module.named_parameters(remove_duplicate=False) if id(param) not in managed]
+    if lost:
+        raise RuntimeError(
+            f"{lost[0]} was replaced by another parameter, or removed, after the engine was made: change"
+            " its values in place (param.copy_) instead"
+        )
+    raise RuntimeError(
+        f"{new[0]} came into the module after the engine was made, which would neither train nor save it: add it"
+        " before, make a new engine, or keep it outside the module"
+    )
+
+
+def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields all parameters of a module, in no order; faster than `module.parameters()`."""
+    left, seen = [module], {module}
+    while left:
+        one = left.pop()
+        yield from (param for param in one._parameters.values() if param is not None)
+        for child in one._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                left.append(child)

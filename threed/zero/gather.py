@@ -17,8 +17,9 @@ reading this rank's slices, and the all-gather, which begins when the next group
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,11 +32,23 @@ from threed.device import beside, copy_stream, current_stream
 from threed.memory.tiers import InMemory, StagedBuffer
 from threed.sharding import storage_of
 from threed.topology import Axis
-from threed.zero.access import Access, without_transforms
+from threed.zero.access import Access
 from threed.zero.layout import Bucket, Group, Layout, Slot
+from threed.zero.modes import compiles, unseen, without_transforms
 
 # Holders of groups other than units, which are numbers >= 0: the layer of a tile, and `Engine.gathered`.
 TILE, BY_HAND = -3, -4
+
+
+def _aside(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Hides what a gatherer of a wrapped module's parameters does from the dispatch modes of the module."""
+
+    @functools.wraps(method)
+    def run(self: Gatherer, *args: Any) -> Any:
+        with unseen() if self.wrapped else nullcontext():
+            return method(self, *args)
+
+    return run
 
 
 class SavedView:
@@ -160,6 +173,8 @@ class Gatherer:
             self._published[bucket] = collectives.start_all_gather(bucket.own, self.axis, out=window)
             for slot in bucket.slots():
                 self.accesses[slot].guard(True)
+            if self.wrapped and compiles():  # what is in flight cannot be traced
+                self._wait_for((bucket,))
 
     def wait_for(self, slot: Slot) -> None:
         """Waits until one parameter that stays whole is gathered."""
@@ -223,6 +238,10 @@ class Gatherer:
         """Returns whether a sliced group is whole, or in flight."""
         return group in self._holders
 
+    def is_held(self, holder: int) -> bool:
+        """Returns whether some sliced group is kept whole for `holder`."""
+        return any(holder in holders for holders in self._holders.values())
+
     def require(self, group: Group, slot: Slot) -> None:
         """Waits until a sliced group is gathered. Gathers it first inside a forward or backward, where all ranks do.
 
@@ -231,16 +250,19 @@ class Gatherer:
         """
         self.before_use(group)
         if not self.is_open(group):
-            where = (
-                "in its module's forward, or between steps inside `with engine.gathered():`; engine.full_state_dict()"
-                if self.wrapped else "in the layer that registers it; engine.full_state_dict()"
-            )  # fmt: skip
+            where = "in the layer that registers it"
+            if self.wrapped:
+                where = (
+                    "in its module's forward, or between steps inside `with engine.gathered():` (which a step, an"
+                    " evaluation or a save in it ends)"
+                )
             raise RuntimeError(
                 f"{slot.spec.name} is sharded (ZeRO stage 3), and its values are not in memory here: read or change it"
-                f" {where} returns all values"
+                f" {where}; engine.full_state_dict() returns all values"
             )
         self.wait(group)
 
+    @_aside
     def open(self, group: Group, holder: int) -> None:
         """Begins to gather a sliced group, and keeps it whole for `holder`."""
         if group not in self._holders:
@@ -261,8 +283,9 @@ class Gatherer:
             self.wait(group)
 
     @contextmanager
-    def guarded_views(self) -> Iterator[None]:
-        """Guards all parameters, and the views that are taken of them, inside the block (`Access.guard_views`)."""
+    def by_hand(self) -> Iterator[None]:
+        """Gathers all sliced groups, and guards all parameters and their views (`Access.guard_views`) inside the block."""
+        self.open_all(BY_HAND)
         for access in self.accesses.values():
             access.guard_views(True)
         try:
@@ -277,6 +300,7 @@ class Gatherer:
         return tensor if owner is None else SavedView(*owner, tensor)
 
     @torch.compiler.disable
+    @_aside
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
@@ -329,6 +353,7 @@ class Gatherer:
 
         return Pending(finish)
 
+    @_aside
     def wait(self, group: Group) -> None:
         """Waits for the gather of a group."""
         if group in self._reading:
@@ -348,6 +373,7 @@ class Gatherer:
             if not holders:
                 self._free(group)
 
+    @_aside
     def _free(self, group: Group) -> None:
         self.wait(group)  # a gather in flight still writes into it
         del self._holders[group]

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from threed.models.wrapped import Unit
 from threed.sharding import storage_of
+from threed.zero.access import UNTRACED
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Group, Layout, Slot
 from threed.zero.reducer import Reducer
@@ -74,7 +75,7 @@ class _Hook:
         module.register_forward_pre_hook(self.before, prepend=True)
         self.after_id = module.register_forward_hook(self.after, always_call=True).id
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=UNTRACED)
     def before(self, module: nn.Module, args: Any) -> None:
         if module is self.module:
             hooks: Any = module._forward_hooks
@@ -85,7 +86,7 @@ class _Hook:
                 self.saving.append(self.hooks.gatherer.saving)
                 self.saving[-1].__enter__()
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=UNTRACED)
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self.module:
             if self.saving:
@@ -212,6 +213,7 @@ class Hooks:
     def pass_ended(self) -> None:
         """Ends a pass: releases all groups."""
         self.backwards.end()
+        self._calls.clear()  # of a forward that was interrupted
         self._recent.clear()
         self._due.clear()
         self._node, self._in_use = None, set()

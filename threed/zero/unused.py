@@ -20,6 +20,10 @@ from torch import Tensor
 from threed import collectives
 from threed.zero.layout import Bucket, Layout, Slot
 
+FROZEN = (
+    "{} {} (requires_grad) after the engine was made, and {}: set requires_grad back before the update, or save, and"
+    " load into a new engine"
+)
 Stretch = tuple[int, int, Tensor | None]  # elements [first, last) of a slice; updates before first use
 
 
@@ -45,9 +49,23 @@ class Unused:
         self._since: dict[Slot, Tensor] = {}  # for parameters first used after the first step
         self._first = True
 
+    def check_frozen(self) -> None:
+        """Raises RuntimeError naming a parameter that was frozen or unfrozen since the engine was made. One that was
+        frozen before its first use stays as it is."""
+        never = {self._slots[number] for number in self._never}
+        with torch._C.DisableTorchFunctionSubclass():
+            frozen = [s for s in self._slots if not s.param.requires_grad and s not in never]
+            others = [s for group in self.layout.groups if not group.key.trainable for s in group.slots]
+            trained = [s for s in others if s.param.requires_grad]
+        for slot in frozen:
+            raise RuntimeError(FROZEN.format(slot.spec.name, "was frozen", "its moments would move it"))
+        for slot in trained:
+            raise RuntimeError(FROZEN.format(slot.spec.name, "was unfrozen", "it would not be trained"))
+
     def agree(self, used: Set[Slot]) -> None:
         """Updates the record from what this rank and the others have used so far. Collective while any parameter is
         unused."""
+        self.check_frozen()
         if not self._never:
             return
         never = {number for number in self._never if self._slots[number] not in used}

@@ -1,0 +1,38 @@
+"""Modes and transforms of torch that the caller of a gather may be in."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def compiles() -> bool:
+    """Returns whether the program has functions or modules that torch.compile compiles."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    backends = {} if frames is None else vars(frames).get("cached_backends", {})
+    return any(backend is not None for backend in backends.values())
+
+
+def without_transforms() -> AbstractContextManager[Any]:
+    """Returns a context that suspends inference mode and transforms of `torch.func`, so that gathers write plain
+    tensors."""
+    transformed, inferring = torch._C._functorch.peek_interpreter_stack() is not None, torch.is_inference_mode_enabled()
+    if not (transformed or inferring):
+        return nullcontext()
+    stack = ExitStack()
+    if transformed:
+        stack.enter_context(torch._C._DisableFuncTorch())
+    if inferring:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+    return stack
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """Returns a context in which the program's dispatch modes see nothing: selective checkpointing expects of a
+    recomputation the operations of the forward, and no gathers."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
