@@ -284,7 +284,7 @@ class Gatherer:
 
     @contextmanager
     def by_hand(self) -> Iterator[None]:
-        """Gathers all sliced groups, and guards all parameters and their views (`Access.guard_views`) inside the block."""
+        """Gathers all sliced groups, and guards all parameters and their views, inside the block."""
         self.open_all(BY_HAND)
         for access in self.accesses.values():
             access.guard_views(True)
