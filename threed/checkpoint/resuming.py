@@ -174,8 +174,10 @@ def _is_of_a_run(manifest: Manifest) -> bool:
 
 def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
     """Whether the run's tokenizer gives other ids than the checkpoint's, as far as that is recorded. Of the same files
-    it does not: what keys make of them has rows of their own."""
+    it does not, except for the end of documents, which a config.json in the same folder may name."""
     files, now = extra.get("tokenizer"), data.tokenizer.files
+    if extra.get("eot", data.tokenizer.eot) != data.tokenizer.eot:
+        return True
     if not isinstance(files, dict) or files == now:
         return False
     if "fingerprint" in extra:

@@ -150,17 +150,27 @@ def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: froz
 
 
 def beginning(named: NamedSpecials, document: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the ids that the tokenizer itself puts before a text: as add_bos_token says, else as its post-processor
-    does."""
+    """Returns the ids that the tokenizer itself puts before a text: by add_bos_token, else by its post-processor.
+
+    Raises ValueError if they are not in the vocabulary.
+    """
     if named.add_bos is None:
-        return _prefix(document.get("post_processor"))
+        prefix = _prefix(document.get("post_processor"))
+        if unknown := sorted(set(prefix) - set(ids.values())):
+            raise ValueError(f"the post_processor begins texts with id {unknown[0]}, which is not in the vocabulary")
+        return prefix
     bos = bos_id(named, ids)
+    if named.add_bos and bos is None:
+        raise ValueError(f"{CONFIG} has add_bos_token true, and no bos_token that is in the vocabulary")
     return (bos,) if named.add_bos and bos is not None else ()
 
 
 def bos_id(named: NamedSpecials, ids: Mapping[str, int]) -> int | None:
-    """Returns the id of the bos token: by the tokenizer's configuration, else by the model's."""
-    return ids.get(named.roles["bos_token"]) if "bos_token" in named.roles else named.model_bos
+    """Returns the id of the bos token: by the tokenizer's configuration, else by the model's. None if it is not in the
+    vocabulary."""
+    if "bos_token" in named.roles:
+        return ids.get(named.roles["bos_token"])
+    return named.model_bos if named.model_bos in ids.values() else None
 
 
 def _prefix(processor: Any) -> tuple[int, ...]:

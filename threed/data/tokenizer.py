@@ -61,7 +61,11 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the ids could change; keys the token cache."""
+        """Changes whenever the meaning of an id, or the end of a document, could change."""
+
+    @property
+    def cache_key(self) -> str:
+        """Changes whenever the ids of a text could change: also with bos and the reading of special tokens."""
 
     @property
     def files(self) -> dict[str, str]:
@@ -120,7 +124,7 @@ class ByteTokenizer:
     bos_ids: ClassVar[tuple[int, ...]] = ()
     bos_token_id: ClassVar[int | None] = None
     takes_any_bytes = True
-    fingerprint = "bytes-257"
+    fingerprint = cache_key = "bytes-257"
     files: ClassVar[dict[str, str]] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -175,9 +179,10 @@ class TokenizerJson:
         self.vocab_size = max(ids.values()) + 1
         self._eot_name = _end_of_document(named, ids, document, self.name)
         self.eot, self.bos_token_id = ids[self._eot_name], bos_id(named, ids)
-        self.bos_ids = self._choose_bos(bos, beginning(named, document, ids))
-        known = json.dumps((special_tokens, self.eot, self.bos_ids, document["added_tokens"]))
+        self.bos_ids = () if bos is False else self._choose_bos(bos, _beginning(named, document, ids, self.name))
+        known = json.dumps((self.eot, document["added_tokens"]))
         self.fingerprint = hashlib.sha256(self._text + known.encode()).hexdigest()
+        self.cache_key = f"{self.fingerprint} {special_tokens} {self.bos_ids}"
         if special_tokens == "text":
             if hide(document):
                 self._backend = _load_backend(json.dumps(document).encode(), self.name)
@@ -185,14 +190,16 @@ class TokenizerJson:
 
     def _choose_bos(self, bos: Bos, own: tuple[int, ...]) -> tuple[int, ...]:
         if bos is not True or own:
-            return own if bos else ()
+            return own
         if self.bos_token_id is None:
-            raise ValueError(f"--data.bos true: {self.name} names no bos_token. Name one in its {CONFIG}")
+            raise ValueError(
+                f"--data.bos true: {self.name} names no bos_token that is in its vocabulary. Name one in its {CONFIG}"
+            )
         return (self.bos_token_id,)
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without any special token added."""
-        ids: list[int] = self._backend.encode(_clean(text), add_special_tokens=False).ids
+        ids: list[int] = self._encode([_clean(text)])[0].ids
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -204,9 +211,17 @@ class TokenizerJson:
         """Returns the ids of each piece, encoded in parallel; bytes that are no UTF-8 are read as U+FFFD."""
         texts = [piece.decode("utf-8", errors="replace") for piece in pieces]
         dtype = token_dtype(self.vocab_size)
-        return [
-            np.asarray(e.ids, dtype=dtype) for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        ]
+        return [np.asarray(encoding.ids, dtype=dtype) for encoding in self._encode(texts)]
+
+    def _encode(self, texts: list[str]) -> list[Any]:
+        try:
+            encodings: list[Any] = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises a bare Exception for characters without a token
+            raise ValueError(
+                f"{self.name} cannot encode this text: {plain(error)}. Name an unknown token that is in the vocabulary"
+                " as the unk_token (unk_id of a Unigram model) in its model, or give another --data.tokenizer"
+            ) from error
+        return encodings
 
     def count_bytes(self, ids: Tokens) -> int:
         """Counts the bytes of the decoded text, 65,536 tokens at a time.
@@ -248,7 +263,10 @@ def _load_backend(text: bytes, name: str) -> Any:
     try:
         backend = library.Tokenizer.from_str(text.decode("utf-8"))
     except Exception as error:  # the library raises a bare Exception for every kind of malformed file
-        raise ValueError(f"{name} is no tokenizer.json that the `tokenizers` library reads: {plain(error)}") from error
+        raise ValueError(
+            f"{name} is no tokenizer.json that the `tokenizers` library reads: {plain(error)}. Copy it again from its"
+            " source, or give another --data.tokenizer"
+        ) from error
     # Many published files switch these on for short inputs; here they would cut or fill documents in silence.
     backend.no_truncation()
     backend.no_padding()
@@ -275,6 +293,15 @@ def _end_of_document(named: NamedSpecials, ids: dict[str, int], document: dict[s
         return end_of_document(named, ids, specials)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def _beginning(
+    named: NamedSpecials, document: dict[str, Any], ids: dict[str, int], name: str
+) -> tuple[int, ...]:
+    try:
+        return beginning(named, document, ids)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}. Correct it, or use --data.bos false") from None
 
 
 def _clean(text: str) -> str:

@@ -98,7 +98,7 @@ def find_files(spec: str) -> TokenizerFiles:
     if not path.is_file():
         raise ValueError(
             f"tokenizer {spec!r} is no file. Use --data.tokenizer bytes, the path of a tokenizer.json, or of the folder"
-            " of a tokenizer"
+            " of a tokenizer; nothing is downloaded"
         )
     found = folder_files(path.parent)
     if path.name in found.files and path.name != JSON:
