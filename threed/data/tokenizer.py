@@ -32,6 +32,10 @@ Spelt = Literal["text", "parse"]
 END_OF_TEXT = "<|endoftext|>"
 
 
+class EncodeError(ValueError):
+    """Text with characters for which a tokenizer has no token, not even an unknown one."""
+
+
 class Tokenizer(Protocol):
     """The interface of a tokenizer, for data and engine."""
 
@@ -217,7 +221,7 @@ class TokenizerJson:
         try:
             encodings: list[Any] = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the library raises a bare Exception for characters without a token
-            raise ValueError(
+            raise EncodeError(
                 f"{self.name} cannot encode this text: {plain(error)}. Name an unknown token that is in the vocabulary"
                 " as the unk_token (unk_id of a Unigram model) in its model, or give another --data.tokenizer"
             ) from error
