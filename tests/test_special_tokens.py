@@ -240,6 +240,25 @@ def test_special_tokens_in_text_are_text_unless_parsed(tmp_path: Path) -> None:
             assert text.encode(some) == parse.encode(some)
 
 
+def test_special_tokens_beyond_a_models_vocabulary_are_allowed_if_no_text_has_them(tmp_path: Path) -> None:
+    """Published folders have such tokens: for padding, or for images."""
+    words = [*WORDS, "<image>", "<pad>"]
+    (tmp_path / "a.txt").write_text("a b <image> c <pad> " * 200)
+    cases: list[tuple[list[str], dict[str, Any], dict[str, Any], int]] = [
+        (["<eos>", "<image>", "<pad>"], {}, {}, 10),
+        (["<eos>", "<image>", "<pad>"], {}, {"special_tokens": "parse"}, 12),
+        (["<eos>", "<image>"], {}, {}, 12),
+        (["<image>", "<pad>"], {"tokenizer_config": {"eos_token": "<image>"}}, {}, 11),
+        (["<eos>", "<pad>"], {"tokenizer_config": {"bos_token": "<pad>"}}, {"bos": True}, 12),
+    ]
+    for number, (specials, files, how, vocab) in enumerate(cases):
+        folder = folder_of(tmp_path / f"{number}", specials, words, **files)
+        data = open_data(str(tmp_path / "a.txt"), str(folder), 0.1, 4, 1, tmp_path / "cache", **how)
+        assert data.tokenizer.text_vocab_size == vocab
+        assert data.vocab == 12
+        assert max(data.train.tokens.max(), data.valid.tokens.max()) < vocab
+
+
 def test_how_special_tokens_are_read_is_a_part_of_the_caches_key(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "t", ["<eos>", "<bos>"], template="<bos> $A", tokenizer_config={"eos_token": "<eos>"})
     (tmp_path / "a.txt").write_text("a b <eos> c " * 200)

@@ -258,7 +258,7 @@ def _open(config: Config) -> Data:
 
 def _checked(config: Config, data: Data, world: int) -> Config:
     """The resolved configuration, or ConfigError with what is wrong on any machine."""
-    problems = find_problems(config, world, tokenizer_vocab=data.vocab)
+    problems = find_problems(config, world, tokenizer_vocab=data.tokenizer.text_vocab_size)
     if (machines := process.machines_asked()) is not None and not problems:
         problems = list(check_sizes(config, machines, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if problems:

@@ -189,19 +189,22 @@ def _prefix(processor: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
+def specials_in_text(document: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the special tokens that no text has if their spelling is text: all but the unknown token."""
+    unknown = document["model"].get("unk_token")
+    specials = (entry["content"] for entry in document.get("added_tokens") or [] if entry["special"])
+    return frozenset(name for name in specials if name != unknown)
+
+
 def hide(document: dict[str, Any]) -> bool:
     """Renames the special tokens of a tokenizer.json that its model could find in text; returns whether there are any.
 
     Unigram and WordLevel models find tokens in text by their spelling, whether these are special or not. The new names
     are random, so no text has them. The unknown token keeps its name, by which the model refers to it.
     """
-    model = document["model"]
-    vocabulary, unknown = model_vocabulary(document), model.get("unk_token")
-    hidden = {
-        entry["content"]: f"\U0010fffd{secrets.token_hex(16)}"
-        for entry in document.get("added_tokens") or []
-        if entry["special"] and entry["content"] in vocabulary and entry["content"] != unknown
-    }
+    model, vocabulary = document["model"], model_vocabulary(document)
+    names = sorted(specials_in_text(document) & vocabulary.keys())
+    hidden = {name: f"\U0010fffd{secrets.token_hex(16)}" for name in names}
     if not hidden:
         return False
     for entry in document["added_tokens"]:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from threed.data.special_tokens import NamedSpecials, beginning, bos_id, end_of_document, hide, read_specials
+from threed.data.special_tokens import NamedSpecials, beginning, bos_id, end_of_document, hide, read_specials, specials_in_text
 from threed.data.tokenizer_files import CONFIG, JSON, SPECIALS_MAP, TokenizerFiles, find_files
 from threed.data.tokenizer_import import import_tokenizer
 from threed.packages import needed
@@ -46,6 +46,10 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
+
+    @property
+    def text_vocab_size(self) -> int:
+        """One more than the largest id that documents can have."""
 
     @property
     def eot(self) -> int:
@@ -123,7 +127,7 @@ class ByteTokenizer:
     """Byte b of the UTF-8 text is id b; the only special, 256, ends a document."""
 
     name = "bytes"
-    vocab_size = 257
+    vocab_size = text_vocab_size = 257
     eot = 256
     bos_ids: ClassVar[tuple[int, ...]] = ()
     bos_token_id: ClassVar[int | None] = None
@@ -184,6 +188,7 @@ class TokenizerJson:
         self._eot_name = _end_of_document(named, ids, document, self.name)
         self.eot, self.bos_token_id = ids[self._eot_name], bos_id(named, ids)
         self.bos_ids = () if bos is False else self._choose_bos(bos, _beginning(named, document, ids, self.name))
+        self.text_vocab_size = self._largest(document, ids, special_tokens) + 1
         known = json.dumps((self.eot, document["added_tokens"]))
         self.fingerprint = hashlib.sha256(self._text + known.encode()).hexdigest()
         self.cache_key = f"{self.fingerprint} {special_tokens} {self.bos_ids}"
@@ -191,6 +196,12 @@ class TokenizerJson:
             if hide(document):
                 self._backend = _load_backend(json.dumps(document).encode(), self.name)
             self._backend.encode_special_tokens = True
+
+    def _largest(self, document: dict[str, Any], ids: dict[str, int], special_tokens: Spelt) -> int:
+        """Returns the largest id that documents can have: without special tokens, if text that spells them is text."""
+        unseen = specials_in_text(document) if special_tokens == "text" else frozenset()
+        unknown = document["model"].get("unk_id") or 0  # of a Unigram model
+        return max(self.eot, unknown, *self.bos_ids, *(number for token, number in ids.items() if token not in unseen))
 
     def _choose_bos(self, bos: Bos, own: tuple[int, ...]) -> tuple[int, ...]:
         if bos is not True or own:
