@@ -61,7 +61,11 @@ class Batches:
             if key not in batch:
                 raise ValueError(f"the batch has no {key!r}: the model needs int64 {key!r} [b s]")
             if (given := batch[key].dtype) != torch.int64:
-                fix = "ids are whole numbers" if given.is_floating_point or given.is_complex else f"convert with batch[{key!r}].long()"
+                fix = (
+                    "ids are whole numbers"
+                    if given.is_floating_point or given.is_complex
+                    else f"convert with batch[{key!r}].long()"
+                )
                 raise ValueError(f"the batch's {key!r} are {str(given).removeprefix('torch.')}, not int64: {fix}")
             if (shape := list(batch[key].shape)) and len(shape) != 2:
                 raise ValueError(f"the batch's {key!r} are {shape}: the model needs {key!r} [b s]")

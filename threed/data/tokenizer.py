@@ -19,7 +19,15 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from threed.data.special_tokens import NamedSpecials, beginning, bos_id, end_of_document, hide, read_specials, specials_in_text
+from threed.data.special_tokens import (
+    NamedSpecials,
+    beginning,
+    bos_id,
+    end_of_document,
+    hide,
+    read_specials,
+    specials_in_text,
+)
 from threed.data.tokenizer_files import CONFIG, JSON, SPECIALS_MAP, TokenizerFiles, find_files
 from threed.data.tokenizer_import import import_tokenizer
 from threed.packages import needed
@@ -310,9 +318,7 @@ def _end_of_document(named: NamedSpecials, ids: dict[str, int], document: dict[s
         raise ValueError(f"{name}: {error}") from None
 
 
-def _beginning(
-    named: NamedSpecials, document: dict[str, Any], ids: dict[str, int], name: str
-) -> tuple[int, ...]:
+def _beginning(named: NamedSpecials, document: dict[str, Any], ids: dict[str, int], name: str) -> tuple[int, ...]:
     try:
         return beginning(named, document, ids)
     except ValueError as error:
