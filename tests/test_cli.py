@@ -108,6 +108,8 @@ def test_a_file_or_a_dangling_link_in_place_of_a_folder_is_refused_at_the_start(
         assert f"here       {said}" in capsys.readouterr().out
         assert launch.main(flags, prog="pretrain/gpt.py") == 2
         assert said in capsys.readouterr().err
+    assert launch.main(["--preset", "tiny", "--run.dir", "x" * 300], prog="pretrain/gpt.py") == 2
+    assert "cannot be made: File name too long; choose another with --run.dir" in capsys.readouterr().err
 
 
 def test_tokenize_writes_a_pair_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,8 +94,8 @@ def test_ranks_of_a_start_have_one_port_and_steps_of_a_job_have_others() -> None
     "given",
     [
         {}, SBATCH, INTERACTIVE, {**slurm(0, local=0, size=1, tasks="1")}, openmpi(0, size=1, here=1),
-        {**slurm(1, local=1), "RANK": "5", "WORLD_SIZE": "16"}, {**openmpi(1), "WORLD_SIZE": "1"},
-        {**hydra(1), "RANK": "0"},
+        {**openmpi(1), "WORLD_SIZE": "1"}, {**hydra(1), "RANK": "0"},
+        {**slurm(1, local=1), "RANK": "5", "WORLD_SIZE": "16", "MASTER_ADDR": "n", "MASTER_PORT": "29500"},
     ],
 )  # fmt: skip
 def test_one_process_and_torchruns_are_left_alone(given: Variables) -> None:
@@ -111,7 +111,19 @@ def test_one_process_and_torchruns_are_left_alone(given: Variables) -> None:
         (hydra(3, local=1, here=2), ["mpirun (MPICH or Intel MPI)", "-genv MASTER_ADDR=HOST"]),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ["started 2 processes", "LOCAL_WORLD_SIZE, LOCAL_RANK", "torchrun"]),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, ["SLURM_PROCID is 1", "srun", "torchrun"]),
-        ({**slurm(1, local=1), "SLURM_STEP_TASKS_PER_NODE": "1"}, ["srun started 6", "rank 1 (1 of 1 here)"]),
+        ({**slurm(1, local=1), "SLURM_STEP_TASKS_PER_NODE": "1"}, ["srun started 6", "LOCAL_WORLD_SIZE"]),
+        (slurm(1, local=1, size=2, tasks="1,1"), ["srun started 2", "rank 1 (1 of 1 here)"]),
+        ({**slurm(1, local=1), "SLURM_NODEID": "x"}, ["SLURM_NODEID='x'", "torchrun"]),
+        (
+            {name: value for name, value in slurm(5, local=1, node=1).items() if name != "SLURM_NODEID"},
+            ["srun started 6", "LOCAL_WORLD_SIZE"],
+        ),
+        ({**slurm(1, local=1), "MASTER_PORT": "70000"}, ["MASTER_PORT=70000 is not a port"]),
+        ({"WORLD_SIZE": "four"}, ["WORLD_SIZE='four'", "torchrun"]),
+        ({"WORLD_SIZE": ""}, ["WORLD_SIZE=''", "torchrun"]),
+        ({"WORLD_SIZE": "4"}, ["WORLD_SIZE is 4, without RANK, MASTER_ADDR, MASTER_PORT", "unset WORLD_SIZE"]),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "n", "MASTER_PORT": "1"}, ["RANK=2 with WORLD_SIZE=2"]),
+        ({"RANK": "1"}, ["RANK=1 with no WORLD_SIZE", "unset RANK"]),
         ({**openmpi(1), "OMPI_COMM_WORLD_SIZE": "many"}, ["OMPI_COMM_WORLD_SIZE='many'", "torchrun"]),
     ],
 )

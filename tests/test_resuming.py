@@ -317,15 +317,20 @@ def moved(folder: str) -> list[list[str]]:
     config = configuration(place, data, 1, **merged(BASE, {"data": {"tokenizer": str(there)}}))
     (there / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
     companion = open_data(str(place / "text.txt"), str(there), 0.1, SEQ, 1, cache=place / "c")
-    found = [compare(manifest, config, one) for one in (data, elsewhere, companion, open_text(place))]
+    (there / "chat_template.jinja").write_text("{{ text }}")  # and special tokens are read in another way, at once
+    both = open_data(str(place / "text.txt"), str(there), 0.1, SEQ, 1, cache=place / "c", special_tokens="parse")
+    found = [compare(manifest, config, one) for one in (data, elsewhere, companion, both, open_text(place))]
+    manifest["state"]["extra"]["eot"] = 5  # as a config.json in the same folder may have named another end
+    found.append(compare(manifest, config, data))
     assert not any(one.applied for one in found)
     return [one.refused for one in found]
 
 
 def test_files_of_a_tokenizer_may_move(tmp_path: Path) -> None:
-    [[same, elsewhere, companion, other]] = run_ranks(1, moved, str(tmp_path))
-    assert same == elsewhere == companion == []
+    [[same, elsewhere, companion, both, other, end]] = run_ranks(1, moved, str(tmp_path))
+    assert same == elsewhere == companion == both == []
     assert "gives other ids" in other[0]
+    assert "gives other ids" in end[0]
 
 
 def test_a_command_line_is_refused_before_anything_starts(tmp_path: Path) -> None:

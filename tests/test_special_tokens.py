@@ -153,8 +153,43 @@ def test_documents_begin_as_the_tokenizer_begins_texts(
 def test_bos_without_a_bos_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--data\.bos true: tokenizer bytes has no bos token"):
         load_tokenizer("bytes", True)
-    with pytest.raises(ValueError, match=r"--data\.bos true: .* names no bos_token\. Name one in its tokenizer_config"):
+    with pytest.raises(ValueError, match=r"--data\.bos true: .* names no bos_token that is in its vocabulary\. "):
         load_tokenizer(str(folder_of(tmp_path, ["<eos>"])), True)
+
+
+@pytest.mark.parametrize(
+    ("template", "files", "words"),
+    [
+        ("", {"tokenizer_config": {"add_bos_token": True}}, "add_bos_token true, and no bos_token"),
+        ("", {"tokenizer_config": {"add_bos_token": True, "bos_token": "<s>"}}, "add_bos_token true, and no bos_token"),
+        ("", {"tokenizer_config": {"add_bos_token": True}, "config": {"bos_token_id": 99_999}}, "no bos_token that is"),
+        ("<bos> $A", {"bos_number": 99_999}, r"the post_processor begins texts with id 99999"),
+    ],
+)
+def test_a_beginning_that_is_not_in_the_vocabulary_is_refused(
+    template: str, files: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    number = files.pop("bos_number", None)
+    folder = folder_of(tmp_path, ["<eos>", "<bos>"], template=template, **files)
+    if number is not None:
+        document = json.loads((folder / "tokenizer.json").read_text())
+        document["post_processor"]["special_tokens"]["<bos>"]["ids"] = [number]
+        (folder / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=rf"tokenizer\.json: .*{words}.*--data\.bos false"):
+        load_tokenizer(str(folder))
+    assert load_tokenizer(str(folder), False).bos_ids == ()
+
+
+def test_text_without_tokens_in_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, ["<eos>", "<bos>"])
+    document = json.loads((folder / "tokenizer.json").read_text())
+    document["model"]["unk_token"] = "<none>"
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.encode("a b") == [7, 8]
+    for encode in (lambda: tokenizer.encode("a é"), lambda: tokenizer.encode_pieces([b"a z"])):
+        with pytest.raises(ValueError, match=r"tokenizer\.json cannot encode this text: .*unk_token"):
+            encode()
 
 
 def test_text_pairs_and_prompts_have_bos_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,6 +238,25 @@ def test_special_tokens_in_text_are_text_unless_parsed(tmp_path: Path) -> None:
     for some in strings(300, seed=3):
         if not any(name in some for name in ("<s>", "</s>", "<pad>", "<unk>")):
             assert text.encode(some) == parse.encode(some)
+
+
+def test_special_tokens_beyond_a_models_vocabulary_are_allowed_if_no_text_has_them(tmp_path: Path) -> None:
+    """Published folders have such tokens: for padding, or for images."""
+    words = [*WORDS, "<image>", "<pad>"]
+    (tmp_path / "a.txt").write_text("a b <image> c <pad> " * 200)
+    cases: list[tuple[list[str], dict[str, Any], dict[str, Any], int]] = [
+        (["<eos>", "<image>", "<pad>"], {}, {}, 10),
+        (["<eos>", "<image>", "<pad>"], {}, {"special_tokens": "parse"}, 12),
+        (["<eos>", "<image>"], {}, {}, 12),
+        (["<image>", "<pad>"], {"tokenizer_config": {"eos_token": "<image>"}}, {}, 11),
+        (["<eos>", "<pad>"], {"tokenizer_config": {"bos_token": "<pad>"}}, {"bos": True}, 12),
+    ]
+    for number, (specials, files, how, vocab) in enumerate(cases):
+        folder = folder_of(tmp_path / f"{number}", specials, words, **files)
+        data = open_data(str(tmp_path / "a.txt"), str(folder), 0.1, 4, 1, tmp_path / "cache", **how)
+        assert data.tokenizer.text_vocab_size == vocab
+        assert data.vocab == 12
+        assert max(data.train.tokens.max(), data.valid.tokens.max()) < vocab
 
 
 def test_how_special_tokens_are_read_is_a_part_of_the_caches_key(tmp_path: Path) -> None:

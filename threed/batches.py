@@ -58,13 +58,16 @@ class Batches:
         return rows
 
     def _check_ids(self, batch: Batch) -> None:
-        """Raises ValueError naming tokens or labels that the model needs, if they are missing or not int64."""
+        """Raises ValueError naming ids that the model needs, if they are missing, not int64 or not [b s]."""
         for key in self.ids:
             if key not in batch:
                 raise ValueError(f"the batch has no {key!r}: the model needs int64 {key!r} [b s]")
             if (given := batch[key].dtype) != torch.int64:
-                fix = "pass integer ids" if given.is_floating_point else f"convert with batch[{key!r}].long()"
+                whole = not (given.is_floating_point or given.is_complex)
+                fix = f"convert with batch[{key!r}].long()" if whole else "pass integer ids"
                 raise ValueError(f"the batch's {key!r} are {str(given).removeprefix('torch.')}, not int64: {fix}")
+            if (shape := list(batch[key].shape)) and len(shape) != 2:
+                raise ValueError(f"the batch's {key!r} are {shape}: the model needs {key!r} [b s]")
 
     def _agreed_rows(self, batch: Batch, training: bool) -> int:
         """Rows of the batch. Raises ValueError where data ranks pass different numbers of them: they would lose each
@@ -93,6 +96,8 @@ class Batches:
         reads from `MicroBatch.inputs`; for a wrapped module its keyword arguments. consumed: samples of the global
         batches before. scale: the loss scale. Collective.
         """
+        if not isinstance(batch, Mapping):
+            raise ValueError(f"the batch is a {type(batch).__name__}: pass a dict of tensors")
         rows = self._agreed_rows(batch, training)
         self._check_ids(batch)
         if self.wrapped is not None:

@@ -396,4 +396,5 @@ def _check_vocab(config: Config, tokenizer_vocab: int | None) -> Iterator[str]:
     vocab = config.model.vocab
     if vocab is not None and tokenizer_vocab is not None and vocab < tokenizer_vocab:
         tokens = f"the tokenizer's {tokenizer_vocab} tokens ({config.data.tokenizer})"
-        yield f"--model.vocab {vocab} is less than {tokens}: use --model.vocab {tokenizer_vocab}, or leave it out"
+        fix = f"use --model.vocab {tokenizer_vocab}, or leave it out; pretrained weights need their own tokenizer"
+        yield f"--model.vocab {vocab} is less than {tokens}: {fix}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from threed.checkpoint.hf import export_hf
 from threed.data import Data
-from threed.data.tokenizer import Tokenizer
+from threed.data.tokenizer import EncodeError, Tokenizer
 from threed.disk import why
 from threed.engine import Engine
 from threed.forecast import Forecast
@@ -23,10 +23,10 @@ PROMPT = "def "
 
 def sample_text(engine: Engine, data: Data, count: int) -> str:
     """Returns a prompt and the `count` tokens with which the model continues it, or why it does not. Collective."""
-    prompt = [*data.tokenizer.bos_ids, *data.tokenizer.encode(PROMPT)] or [data.tokenizer.eot]
     try:
+        prompt = [*data.tokenizer.bos_ids, *data.tokenizer.encode(PROMPT)] or [data.tokenizer.eot]
         return data.tokenizer.decode(generate(engine, prompt, count))
-    except NotFiniteError as error:
+    except (NotFiniteError, EncodeError) as error:
         return f"nothing: {error}"
 
 

@@ -8,6 +8,7 @@ program with exit code 2.
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import shlex
@@ -257,7 +258,7 @@ def _open(config: Config) -> Data:
 
 def _checked(config: Config, data: Data, world: int) -> Config:
     """The resolved configuration, or ConfigError with what is wrong on any machine."""
-    problems = find_problems(config, world, tokenizer_vocab=data.vocab)
+    problems = find_problems(config, world, tokenizer_vocab=data.tokenizer.text_vocab_size)
     if (machines := process.machines_asked()) is not None and not problems:
         problems = list(check_sizes(config, machines, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if problems:
@@ -287,7 +288,7 @@ def _problems_here(config: Config, forecast: Forecast | None, data: Data, dry_ru
     dry_run: the run may be planned for another machine, so free space and the drive of this one are not checked.
     """
     folder = Path(config.run.dir or "runs")
-    problems = [*_folder_problems(folder), *_resume_problems(folder, config, data), *_device_problems(config)]
+    problems = [*(_folder_problems(folder) or _resume_problems(folder, config, data)), *_device_problems(config)]
     if not dry_run:
         problems += [*_space_problems(folder, forecast), *_drive_problems(config.zero.nvme_path)]
     return problems
@@ -319,6 +320,11 @@ def _why_not(place: Path) -> str:
 
 
 def _folder_problems(folder: Path) -> list[str]:
+    try:
+        os.lstat(folder / "checkpoints")
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return [f"the run folder {folder} cannot be made: {error.strerror}; choose another with --run.dir"]
     there, saves = _existing(folder), _existing(folder / "checkpoints")
     place = there if saves == there or _why_not(there) else saves
     if why_not := _why_not(place):

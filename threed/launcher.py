@@ -62,6 +62,7 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
         LauncherError: the processes cannot find each other; the message has the command to use.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
+        _check(environment)
         return
     launcher, numbers = _find(environment)
     if launcher is None or numbers.get("WORLD_SIZE") == 1:
@@ -77,8 +78,28 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
     if address is None:
         export = launcher.exports.format("MASTER_ADDR=HOST")
         raise LauncherError(f"{started} on several machines: name the one of rank 0 with {export}, or {TORCHRUN}")
+    _check_port(environment)
     environment.update({name: str(numbers[name]) for name in NAMES}, MASTER_ADDR=address)
     environment.setdefault("MASTER_PORT", str(_port(launcher, environment)))
+
+
+def _check(environment: Variables) -> None:
+    """Raises LauncherError if torchrun's variables contradict each other, or one of them is missing."""
+    size = _whole(environment, "WORLD_SIZE") if "WORLD_SIZE" in environment else 1
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 else ()
+    if missing := [name for name in needed if not environment.get(name)]:
+        raise LauncherError(f"WORLD_SIZE is {size}, without {', '.join(missing)}: unset WORLD_SIZE, or {TORCHRUN}")
+    rank = _whole(environment, "RANK") if "RANK" in environment else 0
+    if rank >= size:
+        given = f"WORLD_SIZE={size}" if "WORLD_SIZE" in environment else "no WORLD_SIZE"
+        raise LauncherError(f"RANK={rank} with {given}: unset RANK, or {TORCHRUN}")
+    if size > 1:
+        _check_port(environment)
+
+
+def _check_port(environment: Variables) -> None:
+    if "MASTER_PORT" in environment and not 0 < _whole(environment, "MASTER_PORT", "a port") < 1 << 16:
+        raise LauncherError(f"MASTER_PORT={environment['MASTER_PORT']} is not a port: give one from 1 to 65535")
 
 
 def world_size() -> int:
@@ -108,9 +129,9 @@ def _numbers(environment: Variables, variables: tuple[str, ...]) -> Iterator[tup
             yield name, _whole(environment, found)
 
 
-def _whole(environment: Variables, variable: str) -> int:
+def _whole(environment: Variables, variable: str, what: str = "a number of processes") -> int:
     if not environment[variable].isdecimal():
-        raise LauncherError(f"{variable}={environment[variable]!r} is not a number of processes: {TORCHRUN}")
+        raise LauncherError(f"{variable}={environment[variable]!r} is not {what}: {TORCHRUN}")
     return int(environment[variable])
 
 
@@ -139,7 +160,7 @@ def _slurm_numbers(environment: Variables) -> dict[str, int]:
 
 def _tasks_here(environment: Variables, size: int) -> int | None:
     """Returns the number of tasks on this machine: entry SLURM_NODEID of a list such as 2(x3),1. Without the list: all
-    tasks on one machine, else None."""
+    tasks on one machine. None if the variables do not show it."""
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     text = next((environment[name] for name in names if name in environment), None)
     if text is None:
@@ -147,7 +168,9 @@ def _tasks_here(environment: Variables, size: int) -> int | None:
     counts: list[int] = []
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(tasks)] * int(times or 1)
-    node = int(environment.get("SLURM_NODEID", "0"))
+    if sum(counts) != size or ("SLURM_NODEID" not in environment and len(counts) > 1):
+        return None
+    node = _whole(environment, "SLURM_NODEID", "the number of a machine") if "SLURM_NODEID" in environment else 0
     return counts[node] if node < len(counts) else None
 
 

@@ -361,7 +361,7 @@ class Trainer:
         tokenizer = self.data.tokenizer
         known: dict[str, Any] = {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256, "job": job_name()}
         known |= {"tokenizer": tokenizer.files, "fingerprint": tokenizer.fingerprint, "hf": self.extra.get("hf")}
-        return {**known, "tokens": self._tokens()}
+        return {**known, "eot": tokenizer.eot, "tokens": self._tokens()}
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a step's checkpoint."""

@@ -151,9 +151,9 @@ def _saved_model(saved: Mapping[str, Any], reader: Reader) -> ModelConfig:
 
 
 def _check_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> None:
-    if tokenizer is not None and tokenizer.vocab_size > (model.vocab or 0):
+    if tokenizer is not None and tokenizer.text_vocab_size > (model.vocab or 0):
         raise CheckpointError(
-            f"the model has {model.vocab} tokens and tokenizer {tokenizer.name} has {tokenizer.vocab_size}:"
+            f"the model has {model.vocab} tokens and tokenizer {tokenizer.name} has {tokenizer.text_vocab_size}:"
             " give the tokenizer that the model was trained with"
         )
 

@@ -184,9 +184,11 @@ def _is_of_a_run(manifest: Manifest) -> bool:
 def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
     """Returns whether the run's tokenizer gives other ids than the checkpoint's, as far as that is recorded.
 
-    With the same files the answer is no: the keys that change ids have rows of their own.
+    With the same files it does not, except for the end of documents, which a config.json in their folder may name.
     """
     files, now = extra.get("tokenizer"), data.tokenizer.files
+    if extra.get("eot", data.tokenizer.eot) != data.tokenizer.eot:
+        return True
     if not isinstance(files, dict) or files == now:
         return False
     if "fingerprint" in extra:

@@ -157,7 +157,7 @@ def _samples(tokens: Tokens, seq: int, seed: int, shuffle: bool, name: str, advi
 
 def _open_text(source: TextSource, tokenizer: Tokenizer, split: float, folder: Path) -> _Opened:
     sha256 = _text_sha256(source, folder)
-    key = _key(sha256, tokenizer.fingerprint, repr(split), source.split_by)
+    key = _key(sha256, tokenizer.cache_key, repr(split), source.split_by)
     entry = build_once(folder, f"tokens-{key}", lambda scratch: _tokenize(source, tokenizer, split, scratch))
     tokens = np.memmap(entry.folder / "tokens.bin", dtype=token_dtype(tokenizer.vocab_size), mode="r")
     found = facts.Facts(**entry.record["facts"])
@@ -231,7 +231,7 @@ def _open_pair(path: Path, tokenizer: Tokenizer, split: float, folder: Path) -> 
     if low < 0 or high >= tokenizer.vocab_size:
         _refuse_ids(files[0][1], tokens, tokenizer)
     cut = _cut(len(tokens), split)
-    key = _key(known["sha256"], tokenizer.fingerprint, repr(split))
+    key = _key(known["sha256"], tokenizer.cache_key, repr(split))
 
     def measure(_: Path) -> dict[str, Any]:
         borders = count_borders(tokens, read_index(files[1][1]), tokenizer)

@@ -152,16 +152,29 @@ def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: froz
 
 def beginning(named: NamedSpecials, document: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[int, ...]:
     """Returns the ids that the tokenizer itself adds before a text: by add_bos_token, or without it by the
-    post-processor."""
+    post-processor.
+
+    Raises:
+        ValueError: the ids are not in the vocabulary.
+    """
+
     if named.add_bos is None:
-        return _prefix(document.get("post_processor"))
+        prefix = _prefix(document.get("post_processor"))
+        if unknown := sorted(set(prefix) - set(ids.values())):
+            raise ValueError(f"the post_processor begins texts with id {unknown[0]}, which is not in the vocabulary")
+        return prefix
     bos = bos_id(named, ids)
+    if named.add_bos and bos is None:
+        raise ValueError(f"{CONFIG} has add_bos_token true, and no bos_token that is in the vocabulary")
     return (bos,) if named.add_bos and bos is not None else ()
 
 
 def bos_id(named: NamedSpecials, ids: Mapping[str, int]) -> int | None:
-    """Returns the id of the bos token: by the tokenizer's configuration, else by the model's."""
-    return ids.get(named.roles["bos_token"]) if "bos_token" in named.roles else named.model_bos
+    """Returns the id of the bos token: by the tokenizer's configuration, else by the model's. None if it is not in the
+    vocabulary."""
+    if "bos_token" in named.roles:
+        return ids.get(named.roles["bos_token"])
+    return named.model_bos if named.model_bos in ids.values() else None
 
 
 def _prefix(processor: Any) -> tuple[int, ...]:
@@ -180,19 +193,22 @@ def _prefix(processor: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
+def specials_in_text(document: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the special tokens that no text has if their spelling is text: all but the unknown token."""
+    unknown = document["model"].get("unk_token")
+    specials = (entry["content"] for entry in document.get("added_tokens") or [] if entry["special"])
+    return frozenset(name for name in specials if name != unknown)
+
+
 def hide(document: dict[str, Any]) -> bool:
     """Renames special tokens in the vocabulary of a tokenizer.json's model; returns whether there are any.
 
     Unigram and WordLevel models find the tokens of their vocabulary in text by spelling, special or not. The new names
     are random, so that no text contains them. The unknown token is not renamed, since the model refers to it by name.
     """
-    model = document["model"]
-    vocabulary, unknown = model_vocabulary(document), model.get("unk_token")
-    hidden = {
-        entry["content"]: f"\U0010fffd{secrets.token_hex(16)}"
-        for entry in document.get("added_tokens") or []
-        if entry["special"] and entry["content"] in vocabulary and entry["content"] != unknown
-    }
+    model, vocabulary = document["model"], model_vocabulary(document)
+    names = sorted(specials_in_text(document) & vocabulary.keys())
+    hidden = {name: f"\U0010fffd{secrets.token_hex(16)}" for name in names}
     if not hidden:
         return False
     for entry in document["added_tokens"]:

@@ -19,7 +19,15 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from threed.data.special_tokens import NamedSpecials, beginning, bos_id, end_of_document, hide, read_specials
+from threed.data.special_tokens import (
+    NamedSpecials,
+    beginning,
+    bos_id,
+    end_of_document,
+    hide,
+    read_specials,
+    specials_in_text,
+)
 from threed.data.tokenizer_files import CONFIG, JSON, SPECIALS_MAP, TokenizerFiles, find_files
 from threed.data.tokenizer_import import import_tokenizer
 from threed.packages import needed
@@ -32,6 +40,10 @@ Spelt = Literal["text", "parse"]
 END_OF_TEXT = "<|endoftext|>"
 
 
+class EncodeError(ValueError):
+    """Text with characters for which a tokenizer has no token, not even an unknown one."""
+
+
 class Tokenizer(Protocol):
     """The interface of a tokenizer, for data and engine."""
 
@@ -42,6 +54,10 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
+
+    @property
+    def text_vocab_size(self) -> int:
+        """One more than the largest id that documents can have."""
 
     @property
     def eot(self) -> int:
@@ -61,7 +77,11 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the ids could change; keys the token cache."""
+        """Changes whenever the meaning of an id, or the end of a document, could change."""
+
+    @property
+    def cache_key(self) -> str:
+        """Changes whenever the ids of a text could change: also with bos and the reading of special tokens."""
 
     @property
     def files(self) -> dict[str, str]:
@@ -116,12 +136,12 @@ class ByteTokenizer:
     """Byte b of the UTF-8 text is id b; the only special, 256, ends a document."""
 
     name = "bytes"
-    vocab_size = 257
+    vocab_size = text_vocab_size = 257
     eot = 256
     bos_ids: ClassVar[tuple[int, ...]] = ()
     bos_token_id: ClassVar[int | None] = None
     takes_any_bytes = True
-    fingerprint = "bytes-257"
+    fingerprint = cache_key = "bytes-257"
     files: ClassVar[dict[str, str]] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -176,24 +196,34 @@ class TokenizerJson:
         self.vocab_size = max(ids.values()) + 1
         self._eot_name = _end_of_document(named, ids, document, self.name)
         self.eot, self.bos_token_id = ids[self._eot_name], bos_id(named, ids)
-        self.bos_ids = self._choose_bos(bos, beginning(named, document, ids))
-        known = json.dumps((special_tokens, self.eot, self.bos_ids, document["added_tokens"]))
+        self.bos_ids = () if bos is False else self._choose_bos(bos, _beginning(named, document, ids, self.name))
+        self.text_vocab_size = self._largest(document, ids, special_tokens) + 1
+        known = json.dumps((self.eot, document["added_tokens"]))
         self.fingerprint = hashlib.sha256(self._text + known.encode()).hexdigest()
+        self.cache_key = f"{self.fingerprint} {special_tokens} {self.bos_ids}"
         if special_tokens == "text":
             if hide(document):
                 self._backend = _load_backend(json.dumps(document).encode(), self.name)
             self._backend.encode_special_tokens = True
 
+    def _largest(self, document: dict[str, Any], ids: dict[str, int], special_tokens: Spelt) -> int:
+        """Returns the largest id that documents can have: without special tokens, if text that spells them is text."""
+        unseen = specials_in_text(document) if special_tokens == "text" else frozenset()
+        unknown = document["model"].get("unk_id") or 0  # of a Unigram model
+        return max(self.eot, unknown, *self.bos_ids, *(number for token, number in ids.items() if token not in unseen))
+
     def _choose_bos(self, bos: Bos, own: tuple[int, ...]) -> tuple[int, ...]:
         if bos is not True or own:
-            return own if bos else ()
+            return own
         if self.bos_token_id is None:
-            raise ValueError(f"--data.bos true: {self.name} names no bos_token. Name one in its {CONFIG}")
+            raise ValueError(
+                f"--data.bos true: {self.name} names no bos_token that is in its vocabulary. Name one in its {CONFIG}"
+            )
         return (self.bos_token_id,)
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without any special token added."""
-        ids: list[int] = self._backend.encode(_clean(text), add_special_tokens=False).ids
+        ids: list[int] = self._encode([_clean(text)])[0].ids
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -205,9 +235,17 @@ class TokenizerJson:
         """Returns the ids of each piece, encoded in parallel; bytes that are no UTF-8 are read as U+FFFD."""
         texts = [piece.decode("utf-8", errors="replace") for piece in pieces]
         dtype = token_dtype(self.vocab_size)
-        return [
-            np.asarray(e.ids, dtype=dtype) for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        ]
+        return [np.asarray(encoding.ids, dtype=dtype) for encoding in self._encode(texts)]
+
+    def _encode(self, texts: list[str]) -> list[Any]:
+        try:
+            encodings: list[Any] = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises a bare Exception for characters without a token
+            raise EncodeError(
+                f"{self.name} cannot encode this text: {plain(error)}. Name an unknown token that is in the vocabulary"
+                " as the unk_token (unk_id of a Unigram model) in its model, or give another --data.tokenizer"
+            ) from error
+        return encodings
 
     def count_bytes(self, ids: Tokens) -> int:
         """Counts the bytes of the decoded text, 65,536 tokens at a time.
@@ -247,7 +285,10 @@ def _load_backend(text: bytes, name: str) -> Any:
     try:
         backend = library.Tokenizer.from_str(text.decode("utf-8"))
     except Exception as error:  # the library raises a bare Exception for every kind of malformed file
-        raise ValueError(f"{name} is no tokenizer.json that the `tokenizers` library reads: {plain(error)}") from error
+        raise ValueError(
+            f"{name} is no tokenizer.json that the `tokenizers` library reads: {plain(error)}. Copy it again from its"
+            " source, or give another --data.tokenizer"
+        ) from error
     # Many published files switch these on for short inputs; here they would cut or fill documents in silence.
     backend.no_truncation()
     backend.no_padding()
@@ -274,6 +315,13 @@ def _end_of_document(named: NamedSpecials, ids: dict[str, int], document: dict[s
         return end_of_document(named, ids, specials)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def _beginning(named: NamedSpecials, document: dict[str, Any], ids: dict[str, int], name: str) -> tuple[int, ...]:
+    try:
+        return beginning(named, document, ids)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}. Correct it, or use --data.bos false") from None
 
 
 def _clean(text: str) -> str:

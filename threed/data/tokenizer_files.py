@@ -101,7 +101,7 @@ def find_files(spec: str) -> TokenizerFiles:
     if not path.is_file():
         raise ValueError(
             f"tokenizer {spec!r} does not exist. Use --data.tokenizer bytes, the folder of a tokenizer, or the path of"
-            " a tokenizer.json"
+            " a tokenizer.json; nothing is downloaded"
         )
     found = folder_files(path.parent)
     if path.name in found.files and path.name != JSON:

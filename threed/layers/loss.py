@@ -127,6 +127,9 @@ class LanguageModelHead(OnTape):
         f, table = (self.slicing.tp, self.slicing.sequence_parallel), self.weight
         if micro.labels is None:
             return capped(linear(self.norm(x), table, None, *f)[..., : self.columns], self.softcap)
+        positions = [x.shape[1], x.shape[0] * (f[0].size if f[1] else 1)]
+        if (given := list(micro.labels.shape)) != positions:
+            raise ValueError(f"the batch's 'labels' are {given} (in a micro-batch), and {self.name} gets {positions}")
         self.data_flags[0].note(micro.labels >= self.vocab)
         scale = torch.ones((), device=x.device) if micro.weight is None else micro.weight
         of = _Projection(table, micro.labels.t(), scale, self.first, self.columns, self.vocab, *f, self.softcap)
