@@ -66,8 +66,8 @@ class Batches:
                 whole = not (given.is_floating_point or given.is_complex)
                 fix = f"convert with batch[{key!r}].long()" if whole else "pass integer ids"
                 raise ValueError(f"the batch's {key!r} are {str(given).removeprefix('torch.')}, not int64: {fix}")
-            if (shape := list(batch[key].shape)) and len(shape) != 2:
-                raise ValueError(f"the batch's {key!r} are {shape}: the model needs {key!r} [b s]")
+            if batch[key].dim() != 2:
+                raise ValueError(f"the batch's {key!r} are {list(batch[key].shape)}: the model needs {key!r} [b s]")
 
     def _agreed_rows(self, batch: Batch, training: bool) -> int:
         """Rows of the batch. Raises ValueError where data ranks pass different numbers of them: they would lose each

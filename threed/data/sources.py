@@ -246,9 +246,8 @@ def _read_jsonl(file: TextFile) -> Iterator[Piece]:
 
 def _text_of(line: bytes, place: str) -> str:
     try:
-        record = parse_json(
-            line.rstrip(), place, finite=False
-        )  # many tools write NaN, into keys that are not read here
+        # Many tools write NaN, into keys that are not read here.
+        record = parse_json(line.rstrip(), place, finite=False)
     except ParseError as error:
         raise ValueError(f"{error}. Every line is one object with a key 'text'") from None
     if not isinstance(record, dict):
