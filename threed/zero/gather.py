@@ -41,7 +41,7 @@ TILE, BY_HAND = -3, -4
 
 
 def _aside(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Hides what a gatherer of a wrapped module's parameters does from the dispatch modes of the module."""
+    """Hides a gather of a wrapped module's parameters from selective activation checkpointing."""
 
     @functools.wraps(method)
     def run(self: Gatherer, *args: Any) -> Any:

@@ -7,7 +7,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+_SELECTIVE = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
 
 
 def compiles() -> bool:
@@ -33,6 +36,8 @@ def without_transforms() -> AbstractContextManager[Any]:
 
 
 def unseen() -> AbstractContextManager[Any]:
-    """Returns a context in which the program's dispatch modes see nothing: selective checkpointing expects of a
-    recomputation the operations of the forward, and no gathers."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    """Returns a context that hides gathers from selective activation checkpointing, which requires a recomputation to
+    have exactly the operations of the forward."""
+    modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
+    selective = any(isinstance(mode, _SELECTIVE) for mode in modes)
+    return _disable_current_modes() if selective else nullcontext()
