@@ -113,15 +113,6 @@ def tiles_in(layer: nn.Module) -> list[nn.Parameter]:
     return [param for param in layer.parameters() if spec_of(param).tile[1] > 1]
 
 
-class Table(dict[str, nn.Parameter | None]):
-    """Shows a stand-in on the meta device in place of what is away, as the table of parameters of ZeRO-3 does."""
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        param = super().__getitem__(name)
-        away = param is not None and param.untyped_storage().nbytes() == 0
-        return nn.Parameter(torch.empty_like(param, device="meta")) if away else param
-
-
 def install(layer: nn.Module, sinks: bool = True) -> Board:
     """Puts every tile behind a gate, and its gradient into a sink if there are to be any."""
     board = Board()
@@ -129,8 +120,6 @@ def install(layer: nn.Module, sinks: bool = True) -> Board:
         if sinks:
             param.sink = ListSink(spec_of(param).name, board)  # type: ignore[attr-defined]
         param.tile_gatherer = StorageGate(param, board)  # type: ignore[attr-defined]
-    for module in layer.modules():
-        module.__dict__["_parameters"] = Table(module._parameters)
     return board
 
 

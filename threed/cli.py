@@ -36,6 +36,9 @@ def main(argv: list[str] | None = None) -> int:
             return _train(*argv)
         if argv[:1] == ["verify"]:
             return _verify(argv)
+        if not argv:
+            _parser().print_help(sys.stderr)
+            return 2
         return _tool(argv)
     except MissingPackageError as error:
         print(f"threed {argv[0]}: {error}", file=sys.stderr)

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -104,23 +104,34 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
     if note := without_srun():
         _say(f"threed: {note}")
     words = None if start is None else _words(argv, config, start)
+    command = [*prog.split(), *(argv if words is None else words)]
+    if config.parallel.partition == "measured":  # by the ranks' times: the trainer makes the forecast then
+        forecast = None
+    code = _exit_code(config, words, lambda: _train(config, data, command, forecast))
     try:
-        cut_later = config.parallel.partition == "measured"  # by the ranks' times: the trainer makes the forecast then
-        _train(config, data, [*prog.split(), *(argv if words is None else words)], None if cut_later else forecast)
-        code = 0
+        collectives.leave(code)
+    except RuntimeError:  # the first rank failed in what it does last, and has said so
+        os._exit(1)
+    return code
+
+
+def _exit_code(config: Config, words: list[str] | None, run: Callable[[], None]) -> int:
+    """Runs the training; returns the exit code of this rank, and prints the reason of an end before the last step."""
+    try:
+        run()
     except (CheckpointError, RunFolderError) as error:  # the same on every rank
-        code = refuse(f"threed: {error}")
+        return refuse(f"threed: {error}")
     except (BadStepsError, ReplicaError) as error:  # these too
-        code = refuse(f"threed: {error}; {_how_to_go_on(config, words)}")
+        return refuse(f"threed: {error}; {_how_to_go_on(config, words)}")
     except Preempted as reason:
         write_error_file(str(reason))
         _say(f"threed: {reason}; {_how_to_go_on(config, words)}")
-        code = PREEMPTED
+        return PREEMPTED
     except LostContact:  # which was said by the rank that knows
-        code = 1
+        return 1
     except SwapError as error:  # this rank's drive alone, perhaps: it speaks for itself, and the others end with it
         print(f"threed: {error}", file=sys.stderr, flush=True)
-        code = 2
+        return 2
     except OSError as error:  # of a run folder that this rank cannot write any more: the others end with it
         if not is_unwritable(error):
             raise
@@ -131,14 +142,10 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
             file=sys.stderr,
             flush=True,
         )
-        code = 2
+        return 2
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_how_to_go_on(config, words)) from None
-    try:
-        collectives.leave(code)
-    except RuntimeError:  # the first rank failed in what it does last, and has said so
-        os._exit(1)
-    return code
+    return 0
 
 
 def _interrupt(*_: object) -> None:

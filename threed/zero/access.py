@@ -43,7 +43,9 @@ class Gatherer(Protocol):
     """The part of `threed.zero.gather.Gatherer` that accesses use."""
 
     version: int  # of the sharded parameters' values
-    saving: saved_tensors_hooks  # hooks with which autograd saves positions in buffers
+
+    @property
+    def saving(self) -> saved_tensors_hooks: ...
 
     def wait_for(self, slot: Slot) -> None: ...
 

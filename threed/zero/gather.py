@@ -101,7 +101,6 @@ class Gatherer:
         accesses: the access to each parameter.
         by_storage: the group (and, for the placeholder of a sharded parameter, the slot) that a storage belongs to; the
             keys are those of `storage_of`.
-        saving: the hooks with which autograd saves positions in buffers.
         version: incremented when the values of sharded parameters change.
         before_use: called with a sharded group when one of its parameters is used; may open the group.
         leaving: called with a group before its memory is freed.
@@ -116,7 +115,6 @@ class Gatherer:
         for group in layout.groups:
             for slot in group.slots if group.sliced else ():
                 self.by_storage[storage_of(slot.placeholder)] = (group, slot)
-        self.saving = saved_tensors_hooks(self._pack, self._unpack)
         self.version = 0
         self._published: dict[Bucket, Pending] = {}  # gathers of what stays whole
         self._buckets_of_unit: dict[int, list[Bucket]] = {}
@@ -294,12 +292,15 @@ class Gatherer:
             for access in self.accesses.values():
                 access.guard_views(False)
 
-    @torch.compiler.disable
+    @functools.cached_property
+    def saving(self) -> saved_tensors_hooks:
+        """The hooks with which autograd saves positions in buffers."""
+        return saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack))
+
     def _pack(self, tensor: Tensor) -> Any:
         owner = self.by_storage.get(storage_of(tensor))
         return tensor if owner is None else SavedView(*owner, tensor)
 
-    @torch.compiler.disable
     @_aside
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):

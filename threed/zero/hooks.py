@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +25,7 @@ from threed.sharding import storage_of
 from threed.zero.access import UNTRACED
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Group, Layout, Slot
+from threed.zero.modes import compiles
 from threed.zero.reducer import Reducer
 
 # Holders of groups other than calls, which are their depth >= 1: the backward, and gathers ahead of use.
@@ -72,26 +72,33 @@ class _Hook:
     def __init__(self, hooks: Hooks, module: nn.Module, unit: int | None) -> None:
         self.hooks, self.module, self.unit = hooks, module, unit
         self.saving: list[saved_tensors_hooks] = []  # of running calls
+        # Here, not as decorators: `torch.compiler.disable` imports a compiler that most programs do not need.
+        self._begin = torch.compiler.disable(self._enter, reason=UNTRACED)
+        self._end = torch.compiler.disable(self._leave, reason=UNTRACED)
         module.register_forward_pre_hook(self.before, prepend=True)
         self.after_id = module.register_forward_hook(self.after, always_call=True).id
 
-    @torch.compiler.disable(reason=UNTRACED)
     def before(self, module: nn.Module, args: Any) -> None:
         if module is self.module:
-            hooks: Any = module._forward_hooks
-            hooks.move_to_end(self.after_id)  # so that hooks added by the user may use parameters
-            self.hooks.enter(self.unit)
-            if any(part._compiled_call_impl or isinstance(part, OptimizedModule) for part in module.modules()):
-                # Compiled code reads parameters, and autograd saves them, without a call of `__torch_function__`.
-                self.saving.append(self.hooks.gatherer.saving)
-                self.saving[-1].__enter__()
+            self._begin()
 
-    @torch.compiler.disable(reason=UNTRACED)
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self.module:
-            if self.saving:
-                self.saving.pop().__exit__()
-            self.hooks.leave(output)
+            self._end(output)
+
+    def _enter(self) -> None:
+        hooks: Any = self.module._forward_hooks
+        hooks.move_to_end(self.after_id)  # so that hooks added by the user may use parameters
+        self.hooks.enter(self.unit)
+        if self.hooks.runs_compiled(self.module):
+            # Compiled code reads parameters, and autograd saves them, without a call of `__torch_function__`.
+            self.saving.append(self.hooks.gatherer.saving)
+            self.saving[-1].__enter__()
+
+    def _leave(self, output: Any) -> None:
+        if self.saving:
+            self.saving.pop().__exit__()
+        self.hooks.leave(output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return self
@@ -124,6 +131,7 @@ class Hooks:
         self._sliced = [group for group in layout.groups if group.sliced]
         self._group_of_slot = {slot: group for group in self._sliced for slot in group.slots}
         self._due: dict[Group, int] = {}
+        self._compiles = False
         if self._sliced:
             for number, unit in enumerate(units):
                 _Hook(self, unit.module, number)
@@ -140,6 +148,13 @@ class Hooks:
         self._calls.append([])
         for group in self.gatherer.groups_of(unit) if unit is not None else ():
             self._gather_for_use(group)
+
+    def runs_compiled(self, module: nn.Module) -> bool:
+        """Returns whether the module, or a part of it, is compiled."""
+        self._compiles = self._compiles or compiles()  # `torch._dynamo.reset` forgets, compiled modules stay
+        return self._compiles and any(
+            part._compiled_call_impl or "_orig_mod" in part._modules for part in module.modules()
+        )
 
     def _gather_for_use(self, group: Group) -> None:
         """Gathers a group before one of its parameters is used; does nothing outside of a forward or backward."""

@@ -1,0 +1,123 @@
+"""Compares the speed of two checkouts of threed, engine by engine.
+
+    git worktree add /tmp/before HEAD~1
+    python benchmarks/compare.py /tmp/before --engines threed_zero1 threed_1f1b     # with the checkout of this file
+
+For each engine of `benchmarks/engines.py` two process groups train the same model at the same time, one per checkout.
+They take turns: a block of steps of one, then a block of the other, and the order alternates. The ratio of a pair of
+blocks is the speed of the new checkout divided by that of the old one. Reports the median ratio and its 95 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class World:
+    """One checkout's process group: `ranks` processes that run a block of steps when they are asked to."""
+
+    def __init__(self, tree: Path, engine: str, ranks: int, args: argparse.Namespace, folder: str) -> None:
+        address = os.path.join(folder, f"{abs(hash((tree, engine)))}.socket")
+        environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command += [__file__, str(tree), "--rank-of", address, "--engines", engine, "--swap", folder]
+        command += [f"--{name}={getattr(args, name)}" for name in ("preset", "batch", "microbatches", "steps")]
+        with Listener(address) as listener:
+            self.process = subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL)
+            self.ranks = [listener.accept() for _ in range(ranks)]
+        self.losses: list[float] = self._answers()[0]
+
+    def block(self) -> float:
+        """Runs a block; returns the median seconds of a step, of the slowest rank."""
+        for rank in self.ranks:
+            rank.send("block")
+        return float(max(self._answers()))
+
+    def _answers(self) -> list[Any]:
+        return [rank.recv() for rank in self.ranks]
+
+    def end(self) -> None:
+        for rank in self.ranks:
+            rank.send("end")
+        self.process.wait()
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Runs one rank: builds the engine, then a block of steps for every request."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks import reference, worker
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    config = reference.PRESETS[args.preset]
+    words = argparse.Namespace(**vars(args), settle=False, folder=args.swap, warmup=6, torch_matmul=False, threads=1)
+    worker.load(args.engines[0])
+    engine = worker.ENGINES[args.engines[0]](config, words)
+    batches = reference.batches(config, 6 + args.steps, args.batch)
+    parent: Connection = Client(args.rank_of)
+    parent.send(worker.warm(engine, batches[:6]))
+    gc.collect()
+    gc.freeze()
+    while parent.recv() == "block":
+        steps = worker.timed(engine, batches[6:])
+        parent.send(statistics.median(step[0] for step in steps))
+    dist.barrier()
+    os._exit(0)
+
+
+def compare(engine: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the ratios of all pairs of one engine."""
+    from benchmarks.suites import SUITES
+    from benchmarks.worker import bootstrap, largest_difference
+
+    ranks = max((suite.ranks for suite in SUITES.values() if engine in suite.engines and suite.ranks <= 2), default=2)
+    with tempfile.TemporaryDirectory(prefix="threed-compare-") as folder:
+        worlds = [World(Path(tree).resolve(), engine, ranks, args, folder) for tree in (args.old, ROOT)]
+        ratios = []
+        for pair in range(args.pairs):
+            order = worlds if pair % 2 == 0 else worlds[::-1]
+            spent = {world: world.block() for world in order}
+            ratios.append(spent[worlds[0]] / spent[worlds[1]])
+        difference = largest_difference(worlds[0].losses, worlds[1].losses)
+        for world in worlds:
+            world.end()
+    low, high = bootstrap(ratios)
+    return {"engine": engine, "speed": statistics.median(ratios), "interval": [low, high], "losses_differ": difference}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", help="the other checkout")
+    parser.add_argument("--engines", nargs="+", required=True)
+    parser.add_argument("--pairs", type=int, default=8, help="pairs of blocks per engine")
+    parser.add_argument("--steps", type=int, default=3, help="steps per block")
+    parser.add_argument("--preset", default="small")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    parser.add_argument("--swap", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank_of:
+        serve(args)
+    for engine in args.engines:
+        print(json.dumps(compare(engine, args)), flush=True)
+
+
+if __name__ == "__main__":
+    if str(ROOT) not in sys.path and "--rank-of" not in sys.argv:
+        sys.path.insert(0, str(ROOT))
+    main()
